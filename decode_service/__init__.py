@@ -1,0 +1,1 @@
+"""Turns KV caches into tokens; owns all state of a request."""

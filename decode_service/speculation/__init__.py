@@ -1,0 +1,1 @@
+"""Drafts: where proposals come from."""

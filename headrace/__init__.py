@@ -1,0 +1,1 @@
+"""Headrace: what users import."""

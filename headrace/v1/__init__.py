@@ -1,0 +1,1 @@
+"""Generated from protos/headrace/v1; do not edit."""

@@ -1,0 +1,1 @@
+"""Turns prompts into KV caches; keeps nothing beyond the call."""

@@ -1,0 +1,1 @@
+"""Keys and values as tensors: paged storage, and the handoff between the stages."""

@@ -1,0 +1,1 @@
+"""The decoder: specification, layers, attention, the pass."""

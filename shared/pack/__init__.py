@@ -1,0 +1,1 @@
+"""Packs: models prepared for streaming, and the checkpoints they are made from."""

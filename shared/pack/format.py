@@ -1,0 +1,199 @@
+"""The pack format: one folder, one safetensors file per layer, and a manifest.
+
+    manifest.json          version, spec, scheme, layout, sizes, digests (written last: a folder without it is no pack)
+    outer.safetensors      embedding.weight, final_norm.weight and, unless tied, output.weight
+    layers/00000.safetensors …
+    tokenizer.json         as the `tokenizers` library reads it
+    chat_template.jinja    where the model has one
+
+Every layer file has the same offset table (`LayerLayout`), a pure function of spec and scheme. Tensor data starts on a
+4 KiB boundary, ends on one, and each tensor starts on a 64-byte boundary inside: a layer is one contiguous, aligned
+read. Safetensors allows no holes, so gaps are explicit tensors named `pad.N`.
+
+Matrices that read the same input are stored fused, rows after rows (`FUSED`); norms and biases in the compute dtype.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from shared.model.spec import ModelSpec
+from shared.quant.schemes import Scheme, TensorShape
+
+FORMAT_VERSION = 1
+PAGE = 4096
+"""Alignment of tensor data in a file: what O_DIRECT needs."""
+TENSOR_ALIGNMENT = 64
+
+FUSED: Mapping[str, tuple[str, ...]] = {
+    "attention.qkv": ("attention.q", "attention.k", "attention.v"),
+    "attention.output": ("attention.output",),
+    "mlp.gate_up": ("mlp.gate", "mlp.up"),
+    "mlp.down": ("mlp.down",),
+}
+"""Stored matrix -> the logical matrices whose rows it holds, in order."""
+
+NORMS = ("attention_norm", "mlp_norm")
+
+SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies inside a file's data section."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the data section; a multiple of 64."""
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """The offset table of a file: its tensors in order, and the padding between them."""
+
+    entries: tuple[TensorEntry, ...]
+    data_bytes: int
+    """Size of the data section; a multiple of 4096."""
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, TensorShape]) -> FileLayout:
+        """Lays the tensors out in the given order."""
+        entries, offset = [], 0
+        for name, (dtype, shape) in tensors.items():
+            entries.append(TensorEntry(name, dtype, shape, offset))
+            offset = _align(offset + entries[-1].size_bytes, TENSOR_ALIGNMENT)
+        return cls(tuple(entries), _align(offset, PAGE))
+
+    def header(self) -> bytes:
+        """The safetensors header, padded with spaces so that data starts on a page boundary."""
+        table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        for name, dtype, shape, begin, end in self._with_padding():
+            table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        text = json.dumps(table, separators=(",", ":")).encode()
+        text = text.ljust(_align(len(text) + 8, PAGE) - 8)
+        return len(text).to_bytes(8, "little") + text
+
+    @property
+    def data_start(self) -> int:
+        """Offset of the data section in the file; a multiple of 4096."""
+        return len(self.header())
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the whole file."""
+        return self.data_start + self.data_bytes
+
+    def _with_padding(self) -> Iterator[tuple[str, str, list[int], int, int]]:
+        end, pads = 0, 0
+        for entry in self.entries:
+            if entry.offset > end:
+                yield f"pad.{pads}", "U8", [entry.offset - end], end, entry.offset
+                pads += 1
+            end = entry.offset + entry.size_bytes
+            yield entry.name, SAFETENSORS_DTYPES[entry.dtype], list(entry.shape), entry.offset, end
+        if self.data_bytes > end:
+            yield f"pad.{pads}", "U8", [self.data_bytes - end], end, self.data_bytes
+
+
+def matrix_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Logical matrix -> (rows, columns) = (outputs, inputs) in one layer."""
+    return {
+        "attention.q": (spec.query_size, spec.hidden_size),
+        "attention.k": (spec.kv_size, spec.hidden_size),
+        "attention.v": (spec.kv_size, spec.hidden_size),
+        "attention.output": (spec.hidden_size, spec.query_size),
+        "mlp.gate": (spec.intermediate_size, spec.hidden_size),
+        "mlp.up": (spec.intermediate_size, spec.hidden_size),
+        "mlp.down": (spec.hidden_size, spec.intermediate_size),
+    }
+
+
+def has_bias(spec: ModelSpec, stored_matrix: str) -> bool:
+    """Whether a stored matrix has a bias beside it."""
+    return spec.attention_bias if stored_matrix.startswith("attention.") else spec.mlp_bias
+
+
+def layer_layout(spec: ModelSpec, scheme: Scheme) -> FileLayout:
+    """The one offset table that all layers share."""
+    shapes = matrix_shapes(spec)
+    tensors: dict[str, TensorShape] = {}
+    for norm in NORMS:
+        tensors[f"{norm}.weight"] = (scheme.compute_dtype, (spec.hidden_size,))
+    for stored, parts in FUSED.items():
+        rows, columns = sum(shapes[part][0] for part in parts), shapes[parts[0]][1]
+        for suffix, shape in scheme.components(rows, columns).items():
+            tensors[f"{stored}.{suffix}"] = shape
+        if has_bias(spec, stored):
+            tensors[f"{stored}.bias"] = (scheme.compute_dtype, (rows,))
+    return FileLayout.of(tensors)
+
+
+def outer_layout(spec: ModelSpec, scheme: Scheme) -> FileLayout:
+    """The offset table of the weights outside the layers."""
+    matrix = (scheme.compute_dtype, (spec.vocab_size, spec.hidden_size))
+    tensors: dict[str, TensorShape] = {"final_norm.weight": (scheme.compute_dtype, (spec.hidden_size,))}
+    tensors["embedding.weight"] = matrix
+    if not spec.tied_embeddings:
+        tensors["output.weight"] = matrix
+    return FileLayout.of(tensors)
+
+
+def layer_file_name(layer: int) -> str:
+    """Path of a layer's file inside the pack."""
+    return f"layers/{layer:05d}.safetensors"
+
+
+OUTER_FILE = "outer.safetensors"
+MANIFEST_FILE = "manifest.json"
+TOKENIZER_FILE = "tokenizer.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size and digest of one file of the pack."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `manifest.json` says.
+
+    `model_digest` is a SHA-256 over spec, scheme and the logical tensors' encoded values, in logical order: it does not
+    depend on fusing, padding or file boundaries, and identifies the weights in every handoff.
+    """
+
+    spec: ModelSpec
+    scheme: str
+    model_digest: str
+    files: Mapping[str, FileRecord]
+    """Every file of the pack but the manifest, by its path inside the folder."""
+    source: str
+    """What it was packed from, for people; never a full path."""
+    end_token_ids: tuple[int, ...]
+    """Tokens that end an answer."""
+    special_tokens: Mapping[str, str]
+    """bos_token, eos_token … as the chat template names them."""
+
+
+def _align(value: int, alignment: int) -> int:
+    return -(-value // alignment) * alignment

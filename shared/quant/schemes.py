@@ -1,0 +1,122 @@
+"""The storage schemes of weight matrices: fp32, bf16, int8 and nf4.
+
+A scheme fixes the mathematics: what is stored, the dtype of scales, the precision of activations. The formats are those
+of bitsandbytes (`SCB` and `weight` for int8, `weight` and `weight.absmax` for 4 bit), so packs are exchangeable.
+
+| scheme | stored for a matrix of `out` rows and `in` columns          | activations                        |
+|--------|--------------------------------------------------------------|------------------------------------|
+| fp32   | `weight` float32 [out, in]                                    | float32                            |
+| bf16   | `weight` bfloat16 [out, in]                                   | bfloat16                           |
+| int8   | `weight` int8 [out, in], `SCB` float32 [out] (row maxima)     | bfloat16, int8 per row in products |
+| nf4    | `weight` uint8 [out, in/2], `weight.absmax` bf16 [out, in/64] | bfloat16                           |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shared.errors import ConfigurationError, UnsupportedModelError
+from shared.quant import products
+
+TensorShape = tuple[torch.dtype, tuple[int, ...]]
+
+NF4_BLOCK = 64
+"""Consecutive elements of a row that share one scale."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One way to store weight matrices, and to multiply by them."""
+
+    name: str
+    compute_dtype: torch.dtype
+    """Dtype of activations, norms, biases, outer weights and KV."""
+    components: Callable[[int, int], dict[str, TensorShape]]
+    """(rows, columns) -> component suffix -> dtype and shape. Every component has one leading entry per row, so
+    matrices that read the same input are fused by concatenating components."""
+    encode: Callable[[Tensor], dict[str, Tensor]]
+    """A float32 matrix [out, in] -> its components."""
+    product: Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+    """(x [rows, in] in `compute_dtype`, components) -> x @ weight.T, [rows, out] in `compute_dtype`."""
+
+
+def _dense_components(dtype: torch.dtype) -> Callable[[int, int], dict[str, TensorShape]]:
+    return lambda rows, columns: {"weight": (dtype, (rows, columns))}
+
+
+def _dense_encode(dtype: torch.dtype) -> Callable[[Tensor], dict[str, Tensor]]:
+    return lambda weight: {"weight": weight.to(dtype).contiguous()}
+
+
+def _int8_components(rows: int, columns: int) -> dict[str, TensorShape]:
+    return {"weight": (torch.int8, (rows, columns)), "SCB": (torch.float32, (rows,))}
+
+
+def _int8_encode(weight: Tensor) -> dict[str, Tensor]:
+    """Row-wise absolute-maximum quantization (LLM.int8(), arXiv 2208.07339, without outlier columns)."""
+    row_max = weight.abs().amax(dim=1).float()
+    codes = (weight.float() * (127.0 / row_max.clamp(min=torch.finfo(torch.float32).tiny))[:, None]).round()
+    return {"weight": codes.to(torch.int8), "SCB": row_max}
+
+
+def _nf4_components(rows: int, columns: int) -> dict[str, TensorShape]:
+    if columns % NF4_BLOCK:
+        raise UnsupportedModelError(
+            f"nf4 needs matrices with a multiple of {NF4_BLOCK} columns, found {columns}; use int8 or bf16"
+        )
+    return {
+        "weight": (torch.uint8, (rows, columns // 2)),
+        "weight.absmax": (torch.bfloat16, (rows, columns // NF4_BLOCK)),
+    }
+
+
+def _nf4_encode(weight: Tensor) -> dict[str, Tensor]:
+    """NormalFloat4 in blocks of 64 (QLoRA, arXiv 2305.14314), with scales rounded to bfloat16 as the kernels use them."""
+    from bitsandbytes.functional import quantize_4bit  # imported late: it costs 120 MB that other schemes do not need
+
+    rows, columns = weight.shape
+    _nf4_components(rows, columns)
+    codes, state = quantize_4bit(weight.float().contiguous(), blocksize=NF4_BLOCK, quant_type="nf4")
+    return {
+        "weight": codes.view(rows, columns // 2),
+        "weight.absmax": state.absmax.view(rows, columns // NF4_BLOCK).to(torch.bfloat16),
+    }
+
+
+SCHEMES: Mapping[str, Scheme] = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme(
+            "fp32",
+            torch.float32,
+            _dense_components(torch.float32),
+            _dense_encode(torch.float32),
+            products.dense,
+        ),
+        Scheme(
+            "bf16",
+            torch.bfloat16,
+            _dense_components(torch.bfloat16),
+            _dense_encode(torch.bfloat16),
+            products.dense,
+        ),
+        Scheme("int8", torch.bfloat16, _int8_components, _int8_encode, products.int8),
+        Scheme("nf4", torch.bfloat16, _nf4_components, _nf4_encode, products.nf4),
+    )
+}
+
+
+def scheme_named(name: str) -> Scheme:
+    """The scheme of that name.
+
+    Raises:
+        ConfigurationError: there is none; the message lists those that exist.
+    """
+    try:
+        return SCHEMES[name]
+    except KeyError:
+        raise ConfigurationError(f"unknown scheme {name!r}; choose one of {', '.join(SCHEMES)}") from None

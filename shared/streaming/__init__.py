@@ -1,0 +1,1 @@
+"""Bringing layers into memory ahead of use, inside a budget."""
