@@ -1,0 +1,110 @@
+"""The prefill engine: takes prompts, walks the layers once, sends each layer's KV as it is done."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import torch
+from torch import Tensor
+
+from prefill_service.scheduler import PromptJob, PromptScheduler
+from shared.errors import CapacityError, HeadraceError
+from shared.kv.handoff import KvLayout, PrefillOutcome, frames_of_layer
+from shared.kv.prompt import PromptKeyValues
+from shared.metrics import Telemetry
+from shared.model.batch import TokenBatch
+from shared.model.model import Model, Pass
+from shared.tensors import to_bytes
+
+log = logging.getLogger(__name__)
+
+
+class PrefillEngine:
+    """Runs passes on one thread until the scheduler is closed and empty."""
+
+    def __init__(
+        self, model: Model, layout: KvLayout, scheduler: PromptScheduler, telemetry: Telemetry, spool_bytes: int
+    ) -> None:
+        """Prepares the engine.
+
+        Args:
+            spool_bytes: most KV that may wait for one slow caller.
+        """
+        self._model = model
+        self._layout = layout
+        self._scheduler = scheduler
+        self._telemetry = telemetry
+        self._spool_bytes = spool_bytes
+        self._thread = threading.Thread(target=self._run, name="prefill-engine", daemon=True)
+        self.running = 0
+        """Prompts in the current pass."""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        """Waits until everything submitted is done; close the scheduler first."""
+        self._thread.join()
+        self._model.close()
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while batch := self._scheduler.next_batch():
+                self.running = len(batch)
+                try:
+                    self._run_pass(batch)
+                except Exception as error:
+                    self._fail(batch, error)
+                finally:
+                    self.running = 0
+
+    def _run_pass(self, jobs: list[PromptJob]) -> None:
+        started_s, prompts = time.monotonic(), len(jobs)
+        current = self._model.begin(TokenBatch.of((job.token_ids, 0) for job in jobs))
+        tokens, streamed_before = len(current.hidden), self._model.streamed_bytes
+        for layer, weights in self._model.walk():
+            jobs = self._drop_cancelled(jobs, current)
+            if not jobs:
+                break
+            kv = PromptKeyValues(current.batch.segments)
+            current.compute(layer, weights, kv)
+            for job, segment in zip(jobs, current.batch.segments, strict=True):
+                self._send_layer(job, layer, *kv.of(segment))
+        elapsed_s = time.monotonic() - started_s
+        for job, hidden in zip(jobs, current.last_hidden if jobs else (), strict=True):
+            queue_ms = (started_s - job.arrived_s) * 1e3
+            job.outlet.put(
+                PrefillOutcome(to_bytes(hidden), job.frame_count, queue_ms, elapsed_s * 1e3, prompts, tokens)
+            )
+            job.outlet.close()
+        self._telemetry.record_pass(
+            requests=prompts, elapsed_s=elapsed_s, streamed_bytes=self._model.streamed_bytes - streamed_before
+        )
+        self._telemetry.add(prompt_tokens=tokens)
+
+    def _send_layer(self, job: PromptJob, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Hands one layer's KV to the caller's stream; a caller that reads too slowly loses this request only."""
+        for frame in frames_of_layer(self._layout, layer, job.frame_count, to_bytes(keys), to_bytes(values)):
+            job.outlet.put(frame, frame.size_bytes)
+            job.frame_count += 1
+        if job.outlet.pending > self._spool_bytes and not job.cancelled:
+            job.cancelled = True
+            job.outlet.close(
+                CapacityError(f"{job.outlet.pending} bytes of KV wait for a caller that reads too slowly; read faster")
+            )
+
+    @staticmethod
+    def _drop_cancelled(jobs: list[PromptJob], current: Pass) -> list[PromptJob]:
+        kept = [index for index, job in enumerate(jobs) if not job.cancelled]
+        if kept and len(kept) < len(jobs):
+            current.keep(kept)
+        return [jobs[index] for index in kept]
+
+    @staticmethod
+    def _fail(jobs: list[PromptJob], error: Exception) -> None:
+        if not isinstance(error, HeadraceError):
+            log.exception("a prefill pass failed")
+        for job in jobs:
+            job.outlet.close(error)

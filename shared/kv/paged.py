@@ -1,0 +1,138 @@
+"""Paged storage of keys and values: one pool per model, addressed through block tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shared.model.attention import causal_attention, grouped_attention
+from shared.model.batch import Segment
+from shared.model.spec import ModelSpec
+
+BLOCK_TOKENS = 16
+SHORT_SEGMENT = 32
+"""Segments up to this many new tokens are attended together, padded; longer ones alone."""
+MOST_PADDING = 2.0
+"""Sequences share one attention call while padding at most doubles the keys read."""
+
+
+class PagedKeyValues:
+    """Keys and values of all layers in fixed-size blocks of 16 tokens."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, block_count: int) -> None:
+        shape = (spec.layers, block_count * BLOCK_TOKENS, spec.kv_heads, spec.head_dim)
+        self.keys = torch.empty(shape, dtype=dtype)
+        self.values = torch.empty(shape, dtype=dtype)
+        self._key_bytes, self._value_bytes = (_as_bytes(tensor) for tensor in (self.keys, self.values))
+
+    @staticmethod
+    def block_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+        """Bytes of one block over all layers, keys and values."""
+        return 2 * spec.layers * BLOCK_TOKENS * spec.kv_size * dtype.itemsize
+
+    def write(self, table: Sequence[int], layer: int, first_token: int, keys: bytes, values: bytes) -> None:
+        """Stores received keys and values, [tokens, kv_heads, head_dim] each as little-endian bytes.
+
+        Plain numpy on the calling thread: safe while the engine computes, since a table's blocks have one owner.
+        """
+        per_token = self._key_bytes.shape[-1]
+        slots = token_slots(table, first_token, len(keys) // per_token)
+        self._key_bytes[layer, slots] = np.frombuffer(keys, np.uint8).reshape(-1, per_token)
+        self._value_bytes[layer, slots] = np.frombuffer(values, np.uint8).reshape(-1, per_token)
+
+    def for_pass(self, segments: Sequence[Segment], tables: Sequence[Sequence[int]]) -> PagedPass:
+        """The view of one pass: each segment's sequence stores and reads through its own block table."""
+        return PagedPass(self, segments, tables)
+
+
+class PagedPass:
+    """Keys and values as one pass sees them. Addresses are worked out once, not per layer."""
+
+    def __init__(self, pool: PagedKeyValues, segments: Sequence[Segment], tables: Sequence[Sequence[int]]) -> None:
+        self._pool = pool
+        written = [token_slots(table, s.context, s.count) for s, table in zip(segments, tables, strict=True)]
+        self._written = torch.from_numpy(np.concatenate(written))
+        pairs = list(zip(segments, tables, strict=True))
+        self._long = [
+            (segment, torch.from_numpy(token_slots(table, 0, segment.total)))
+            for segment, table in pairs
+            if segment.count > SHORT_SEGMENT
+        ]
+        short = [(segment, table) for segment, table in pairs if segment.count <= SHORT_SEGMENT]
+        self._groups = [_Group(group) for group in _similar_lengths(short)]
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Stores the new keys and values in their blocks and attends. See `shared.model.layers.KeyValues`."""
+        layer_keys, layer_values = self._pool.keys[layer], self._pool.values[layer]
+        layer_keys[self._written] = keys
+        layer_values[self._written] = values
+        attended = torch.empty_like(queries)
+        for group in self._groups:
+            group.attend(layer_keys, layer_values, queries, attended)
+        for segment, slots in self._long:
+            attended[segment.rows] = causal_attention(
+                queries[segment.rows], layer_keys[slots], layer_values[slots], segment.context
+            )
+        return attended
+
+
+class _Group:
+    """Short segments attended in one call, padded to the longest."""
+
+    def __init__(self, pairs: Sequence[tuple[Segment, Sequence[int]]]) -> None:
+        most_new = max(segment.count for segment, _ in pairs)
+        most_seen = max(segment.total for segment, _ in pairs)
+        new, seen = torch.arange(most_new), torch.arange(most_seen)
+        slots = np.zeros((len(pairs), most_seen), np.int64)
+        for row, (segment, table) in zip(slots, pairs, strict=True):
+            row[: segment.total] = token_slots(table, 0, segment.total)
+            row[segment.total :] = row[0]  # padding reads its own sequence: masked, but it must be finite
+        self._slots = torch.from_numpy(slots).flatten()
+        starts, counts, contexts = (
+            torch.tensor([getattr(segment, name) for segment, _ in pairs])[:, None]
+            for name in ("start", "count", "context")
+        )
+        # Padded queries repeat the last real one; their results are dropped.
+        self._rows = starts + torch.minimum(new[None], counts - 1)
+        self._mask = seen[None, None] <= (contexts + torch.minimum(new[None], counts - 1))[:, :, None]
+        self._needs_mask = not bool(self._mask.all())
+        self._real = (new[None] < counts).flatten().nonzero().flatten()
+        self._real_rows = self._rows.flatten()[self._real]
+
+    def attend(self, layer_keys: Tensor, layer_values: Tensor, queries: Tensor, attended: Tensor) -> None:
+        sequences = len(self._rows)
+        keys = layer_keys.index_select(0, self._slots).unflatten(0, (sequences, -1))
+        values = layer_values.index_select(0, self._slots).unflatten(0, (sequences, -1))
+        mask = self._mask if self._needs_mask else None
+        result = grouped_attention(queries[self._rows], keys, values, mask)
+        attended[self._real_rows] = result.flatten(0, 1)[self._real]
+
+
+def token_slots(table: Sequence[int], first: int, count: int) -> np.ndarray:
+    """Where tokens `first` to `first + count` of a sequence lie in the pool: int64 [count]."""
+    positions = np.arange(first, first + count)
+    blocks = np.asarray(table, np.int64)[positions // BLOCK_TOKENS]
+    return blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS
+
+
+def _similar_lengths(
+    pairs: list[tuple[Segment, Sequence[int]]],
+) -> Iterator[list[tuple[Segment, Sequence[int]]]]:
+    """Splits segments, longest first, so that padding to the longest of a part stays bounded."""
+    part: list[tuple[Segment, Sequence[int]]] = []
+    for pair in sorted(pairs, key=lambda pair: -pair[0].total):
+        real = sum(segment.total for segment, _ in part) + pair[0].total
+        if part and part[0][0].total * (len(part) + 1) > MOST_PADDING * real:
+            yield part
+            part = []
+        part.append(pair)
+    if part:
+        yield part
+
+
+def _as_bytes(tensor: Tensor) -> np.ndarray:
+    """The same memory as uint8 [layers, slots, bytes per token]."""
+    return tensor.view(torch.uint8).flatten(2).numpy()

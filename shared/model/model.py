@@ -1,0 +1,97 @@
+"""A packed model, ready to run: outer weights in memory, layers as the stream brings them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from shared.model.batch import TokenBatch
+from shared.model.layers import KeyValues, LayerWeights, decoder_layer, rms_norm
+from shared.model.rotary import rotation
+from shared.pack.reader import Pack
+from shared.streaming.plan import Residency
+from shared.streaming.stream import LayerStream
+
+
+class Model:
+    """Runs passes. Used by one thread."""
+
+    def __init__(self, pack: Pack, residency: Residency) -> None:
+        """Loads outer weights and resident layers, and starts reading the others.
+
+        Raises:
+            DataLossError, UnavailableError: the pack cannot be read as it was written.
+        """
+        self.spec = pack.spec
+        self.dtype = pack.scheme.compute_dtype
+        outer = pack.read_outer()
+        self._embedding = outer["embedding.weight"]
+        self._final_norm = outer["final_norm.weight"]
+        self._output = outer.get("output.weight", self._embedding)
+        self._stream = LayerStream(pack, residency)
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes of streamed layers that passes have used so far."""
+        return self._stream.streamed_bytes
+
+    def begin(self, batch: TokenBatch) -> Pass:
+        """Starts a pass: embeds the tokens of a batch."""
+        return Pass(self, batch)
+
+    def walk(self) -> Iterator[tuple[int, LayerWeights]]:
+        """Every layer in order, for one pass; see `LayerStream.walk`."""
+        return self._stream.walk()
+
+    def forward(self, batch: TokenBatch, kv: KeyValues) -> Tensor:
+        """A whole pass; returns the last layer's output for every token, [tokens, hidden_size]."""
+        current = self.begin(batch)
+        for layer, weights in self.walk():
+            current.compute(layer, weights, kv)
+        return current.hidden
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Rows of the embedding, [tokens, hidden_size]."""
+        return self._embedding[token_ids]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and output matrix: [rows, hidden_size] -> float32 [rows, vocab_size]."""
+        return linear(rms_norm(hidden, self._final_norm, self.spec.norm_epsilon), self._output).float()
+
+    def close(self) -> None:
+        """Stops reading ahead."""
+        self._stream.close()
+
+
+class Pass:
+    """The state of one pass between layers: what every token's features are by now."""
+
+    def __init__(self, model: Model, batch: TokenBatch) -> None:
+        self.batch = batch
+        self.hidden = model.embed(batch.token_ids)
+        """[tokens, hidden_size]."""
+        self._spec = model.spec
+        self._rotation = rotation(model.spec, batch.positions, model.dtype)
+
+    def compute(self, layer: int, weights: LayerWeights, kv: KeyValues) -> None:
+        """Takes all tokens through one layer."""
+        decoder_layer(self._spec, layer, weights, self.hidden, self._rotation, kv)
+
+    def keep(self, kept: list[int]) -> None:
+        """Drops all sequences but those kept (by their index in the batch)."""
+        self.batch, rows = self.batch.keep(kept)
+        self.hidden = self.hidden[rows]
+        self._rotation = self._rotation.rows(rows)
+
+    @property
+    def last_hidden(self) -> Tensor:
+        """Features of each sequence's last token, [sequences, hidden_size]."""
+        return self.hidden[self.batch.last_rows]
+
+
+def set_compute_threads(count: int) -> None:
+    """Sets how many cores arithmetic uses in this process."""
+    torch.set_num_threads(count)

@@ -1,0 +1,61 @@
+"""The bridge from an engine's thread to one RPC on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Outlet(Generic[Item]):
+    """A queue that the engine's thread fills and one coroutine empties.
+
+    It never blocks the engine. Whoever fills it looks at `pending` and decides what a slow reader means.
+    """
+
+    def __init__(self) -> None:
+        """Must be made on the event loop that reads it."""
+        self._loop = asyncio.get_running_loop()
+        self._arrived = asyncio.Event()
+        self._items: deque[tuple[Item, int]] = deque()
+        self._end: Exception | None = None
+        self._ended = False
+        self._put = self._taken = 0
+
+    @property
+    def pending(self) -> int:
+        """Total size of the items that were put and not yet taken."""
+        return self._put - self._taken
+
+    def put(self, item: Item, size: int = 1) -> None:
+        """Adds an item of some size. Any thread, but one at a time."""
+        self._put += size
+        self._items.append((item, size))
+        self._wake()
+
+    def close(self, error: Exception | None = None) -> None:
+        """Ends the stream, after the items put so far; with an error, the reader raises it then."""
+        self._end, self._ended = error, True
+        self._wake()
+
+    async def __aiter__(self) -> AsyncIterator[Item]:
+        while True:
+            self._arrived.clear()
+            ended = self._ended
+            while self._items:
+                item, size = self._items.popleft()
+                yield item
+                self._taken += size
+            if ended:
+                break
+            await self._arrived.wait()
+        if self._end is not None:
+            raise self._end
+
+    def _wake(self) -> None:
+        # The loop is gone only when the process is on its way out; then nobody reads.
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._arrived.set)

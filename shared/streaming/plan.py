@@ -1,0 +1,117 @@
+"""The memory plan of one process: one budget, everything accounted for, what is left over filled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.errors import BudgetError
+
+FEWEST_SLOTS = 2
+MOST_SLOTS = 4
+"""Reading ahead by more than this gains nothing that a resident layer would not gain as well."""
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Which layers stay in memory for good, and how many slots the others stream through."""
+
+    resident: frozenset[int]
+    slots: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What a process needs."""
+
+    runtime_bytes: int
+    """Interpreter, libraries, threads: measured, before any weights are loaded."""
+    outer_bytes: int
+    """Embedding, final norm, output matrix."""
+    draft_bytes: int = 0
+    """The draft model and its KV."""
+    workspace_bytes: int
+    """Activations of the largest pass, and what is on its way to clients."""
+    layers: int
+    layer_bytes: int
+    """One layer in memory."""
+    kv_block_bytes: int = 0
+    """One block of KV over all layers (and of the draft's)."""
+    fewest_kv_blocks: int = 0
+    most_kv_blocks: int = 0
+    """More than this many blocks could not be used."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How a budget is spent."""
+
+    budget_bytes: int
+    demand: Demand
+    residency: Residency
+    kv_blocks: int
+
+    @property
+    def rows(self) -> list[tuple[str, int]]:
+        """The table: what takes how many bytes."""
+        demand, residency = self.demand, self.residency
+        resident = len(residency.resident)
+        return [
+            ("runtime", demand.runtime_bytes),
+            ("outer weights", demand.outer_bytes),
+            ("draft", demand.draft_bytes),
+            (f"resident layers ({resident} of {demand.layers})", resident * demand.layer_bytes),
+            (f"slots ({residency.slots})", residency.slots * demand.layer_bytes),
+            (f"KV blocks ({self.kv_blocks})", self.kv_blocks * demand.kv_block_bytes),
+            ("workspace", demand.workspace_bytes),
+        ]
+
+    @property
+    def planned_bytes(self) -> int:
+        return sum(size for _, size in self.rows)
+
+
+def plan_memory(budget_bytes: int, demand: Demand) -> MemoryPlan:
+    """Spends a budget: first what must be there, then KV up to half of the rest, then layers, then KV again.
+
+    Raises:
+        BudgetError: even the least does not fit; the message names the smallest budget that works.
+    """
+    fixed = demand.runtime_bytes + demand.outer_bytes + demand.draft_bytes + demand.workspace_bytes
+    least = fixed + min(FEWEST_SLOTS, demand.layers) * demand.layer_bytes
+    least += demand.fewest_kv_blocks * demand.kv_block_bytes
+    if budget_bytes < least:
+        raise BudgetError(
+            f"the memory budget of {mebibytes(budget_bytes)} is too small; the smallest that works is "
+            f"{mebibytes(least + (1 << 20) - 1)} (runtime {mebibytes(demand.runtime_bytes)}, outer weights "
+            f"{mebibytes(demand.outer_bytes)}, workspace {mebibytes(demand.workspace_bytes)}, the rest for slots and KV)"
+        )
+    left = budget_bytes - fixed
+    kv_blocks = demand.fewest_kv_blocks
+    if demand.kv_block_bytes:
+        kv_blocks = _clamp(left // 2 // demand.kv_block_bytes, demand.fewest_kv_blocks, demand.most_kv_blocks)
+        while left - kv_blocks * demand.kv_block_bytes < FEWEST_SLOTS * demand.layer_bytes:
+            kv_blocks -= 1
+    residency = _residency((left - kv_blocks * demand.kv_block_bytes) // demand.layer_bytes, demand.layers)
+    left -= (len(residency.resident) + residency.slots) * demand.layer_bytes
+    if demand.kv_block_bytes:
+        kv_blocks = _clamp(left // demand.kv_block_bytes, kv_blocks, demand.most_kv_blocks)
+    return MemoryPlan(budget_bytes, demand, residency, kv_blocks)
+
+
+def mebibytes(size_bytes: int) -> str:
+    """A size for people, as in "512 MiB"."""
+    return f"{size_bytes >> 20} MiB"
+
+
+def _residency(buffers: int, layers: int) -> Residency:
+    """Spends as many layer-sized buffers as there are on slots and resident layers."""
+    if buffers >= layers:
+        return Residency(frozenset(range(layers)), 0)
+    slots = _clamp(buffers // 4, FEWEST_SLOTS, MOST_SLOTS)
+    streamed = layers - (buffers - slots)
+    # Streamed layers are spread evenly, so that reading has the time of the resident ones between them.
+    return Residency(frozenset(range(layers)) - {i * layers // streamed for i in range(streamed)}, slots)
+
+
+def _clamp(value: int, low: int, high: int) -> int:
+    return max(low, min(value, high))
