@@ -80,9 +80,11 @@ class PrefillEngine:
             )
             job.outlet.close()
         self._telemetry.record_pass(
-            requests=prompts, elapsed_s=elapsed_s, streamed_bytes=self._model.streamed_bytes - streamed_before
+            elapsed_s,
+            requests=prompts,
+            streamed_bytes=self._model.streamed_bytes - streamed_before,
+            prompt_tokens=tokens,
         )
-        self._telemetry.add(prompt_tokens=tokens)
 
     def _send_layer(self, job: PromptJob, layer: int, keys: Tensor, values: Tensor) -> None:
         """Hands one layer's KV to the caller's stream; a caller that reads too slowly loses this request only."""

@@ -34,7 +34,9 @@ class KvLayout:
     def require(self, other: KvLayout, what: str) -> None:
         """Raises ModelMismatchError unless the other layout is the same."""
         if self != other:
-            raise ModelMismatchError(f"KV layout differs: this side has {self}, {what} {other}; deploy one pack to both")
+            raise ModelMismatchError(
+                f"KV layout differs: this side has {self}, {what} {other}; deploy one pack to both"
+            )
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,9 @@ class HandoffReceiver:
         size = frame.token_count * self._layout.token_bytes
         last_token = frame.first_token + frame.token_count
         if not (frame.token_count and last_token <= self._tokens and len(frame.keys) == len(frame.values) == size):
-            raise DataLossError(f"handoff frame {frame.sequence_number} has the wrong size for {frame.token_count} tokens")
+            raise DataLossError(
+                f"handoff frame {frame.sequence_number} has the wrong size for {frame.token_count} tokens"
+            )
         if checksum(frame.keys, frame.values) != frame.crc32:
             raise DataLossError(f"handoff frame {frame.sequence_number} does not match its checksum")
         self._store(frame.layer, frame.first_token, frame.keys, frame.values)
@@ -141,7 +145,9 @@ class HandoffReceiver:
             )
         element = self._layout.token_bytes // (self._layout.kv_heads * self._layout.head_dim)
         if len(outcome.last_hidden) != hidden_size * element:
-            raise DataLossError(f"handoff ended with {len(outcome.last_hidden)} bytes of features, not {hidden_size * element}")
+            raise DataLossError(
+                f"handoff ended with {len(outcome.last_hidden)} bytes of features, not {hidden_size * element}"
+            )
 
 
 def prompt_tokens_error(token_ids: Sequence[int], vocab_size: int, context_length: int) -> str | None:

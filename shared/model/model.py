@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -19,18 +18,21 @@ from shared.streaming.stream import LayerStream
 class Model:
     """Runs passes. Used by one thread."""
 
-    def __init__(self, pack: Pack, residency: Residency) -> None:
+    def __init__(self, pack: Pack, residency: Residency, outer: Mapping[str, Tensor] | None = None) -> None:
         """Loads outer weights and resident layers, and starts reading the others.
+
+        Args:
+            outer: the outer weights, where another model has loaded the same ones.
 
         Raises:
             DataLossError, UnavailableError: the pack cannot be read as it was written.
         """
         self.spec = pack.spec
         self.dtype = pack.scheme.compute_dtype
-        outer = pack.read_outer()
-        self._embedding = outer["embedding.weight"]
-        self._final_norm = outer["final_norm.weight"]
-        self._output = outer.get("output.weight", self._embedding)
+        self.outer = pack.read_outer() if outer is None else outer
+        self._embedding = self.outer["embedding.weight"]
+        self._final_norm = self.outer["final_norm.weight"]
+        self._output = self.outer.get("output.weight", self._embedding)
         self._stream = LayerStream(pack, residency)
 
     @property
@@ -90,8 +92,3 @@ class Pass:
     def last_hidden(self) -> Tensor:
         """Features of each sequence's last token, [sequences, hidden_size]."""
         return self.hidden[self.batch.last_rows]
-
-
-def set_compute_threads(count: int) -> None:
-    """Sets how many cores arithmetic uses in this process."""
-    torch.set_num_threads(count)

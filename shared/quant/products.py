@@ -36,4 +36,6 @@ def nf4_dequantize(weight: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
 
     codes, scales = weight["weight"], weight["weight.absmax"]
     shape = (codes.shape[0], codes.shape[1] * 2)
-    return torch.ops.bitsandbytes.dequantize_4bit(codes, scales.float().flatten(), shape[1] // scales.shape[1], "nf4", shape, dtype)
+    return torch.ops.bitsandbytes.dequantize_4bit(
+        codes, scales.float().flatten(), shape[1] // scales.shape[1], "nf4", shape, dtype
+    )

@@ -1,0 +1,97 @@
+"""From a request message to a sequence, everything validated. Errors name the field as the protos do."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+
+from decode_service.sampling import MAX_SEED, SamplingParams
+from decode_service.sequence import Sequence
+from decode_service.text.output import Emission, TextOutput
+from decode_service.text.stopping import StopConditions
+from decode_service.text.tokenizer import Message, Tokenizer
+from headrace.v1 import decode_pb2
+from shared.errors import InvalidRequestError
+from shared.kv.handoff import prompt_tokens_error
+from shared.outlet import Outlet
+
+DEFAULT_MAX_TOKENS = 256
+LONGEST_REQUEST_ID = 128
+
+AnyRequest = decode_pb2.GenerateRequest | decode_pb2.CompleteRequest
+
+
+class RequestReader:
+    """Reads requests for one model."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, vocab_size: int, context_length: int, end_token_ids: frozenset[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._context_length = context_length
+        self._end_token_ids = end_token_ids
+
+    async def read(self, request: AnyRequest, outlet: Outlet[Emission], on_admitted: Callable[[], None]) -> Sequence:
+        """Makes the sequence that a request asks for. Tokenizing happens beside the event loop.
+
+        Raises:
+            InvalidRequestError: it can never be served as it is.
+        """
+        if len(request.request_id) > LONGEST_REQUEST_ID:
+            raise InvalidRequestError(
+                f"request_id has {len(request.request_id)} characters; at most {LONGEST_REQUEST_ID} are allowed"
+            )
+        sampling = _sampling(request.sampling)
+        tokens = await asyncio.to_thread(self._prompt_tokens, request.prompt)
+        if error := prompt_tokens_error(tokens, self._vocab_size, self._context_length):
+            raise InvalidRequestError(error)
+        stop = self._stop_conditions(request.stopping, len(tokens))
+        return Sequence(
+            request_id=request.request_id or secrets.token_hex(8),
+            tokens=tokens,
+            prompt_tokens=len(tokens),
+            max_tokens=stop.max_tokens,
+            sampling=sampling,
+            output=TextOutput(self._tokenizer, stop, self._end_token_ids),
+            outlet=outlet,
+            on_admitted=on_admitted,
+        )
+
+    def _prompt_tokens(self, prompt: decode_pb2.Prompt) -> list[int]:
+        match prompt.WhichOneof("form"):
+            case "text":
+                return self._tokenizer.encode(prompt.text)
+            case "chat":
+                messages = [Message(message.role, message.content) for message in prompt.chat.messages]
+                return self._tokenizer.encode_chat(messages)
+            case "tokens":
+                return list(prompt.tokens.ids)
+        raise InvalidRequestError("prompt is missing; set prompt.text, prompt.chat or prompt.tokens")
+
+    def _stop_conditions(self, stopping: decode_pb2.Stopping, prompt_tokens: int) -> StopConditions:
+        left = self._context_length - prompt_tokens
+        if left < 1:
+            raise InvalidRequestError(
+                f"the prompt has {prompt_tokens} tokens and fills the context of {self._context_length}; "
+                "shorten it to leave room for an answer"
+            )
+        max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else min(DEFAULT_MAX_TOKENS, left)
+        if max_tokens > left:
+            raise InvalidRequestError(
+                f"stopping.max_tokens is {max_tokens}, but after {prompt_tokens} prompt tokens the context of "
+                f"{self._context_length} has {left} left; ask for less"
+            )
+        conditions = StopConditions(max_tokens, tuple(stopping.strings), frozenset(stopping.token_ids))
+        conditions.require_vocabulary(self._vocab_size)
+        return conditions
+
+
+def _sampling(message: decode_pb2.Sampling) -> SamplingParams:
+    return SamplingParams(
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p if message.HasField("top_p") else 1.0,
+        seed=message.seed if message.HasField("seed") else secrets.randbelow(MAX_SEED + 1),
+    )

@@ -1,0 +1,129 @@
+"""The Generate and Complete RPCs: a request in, tokens out as they are accepted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from decode_service.prefill_client import PrefillClient
+from decode_service.requests import RequestReader
+from decode_service.scheduler import DecodeScheduler
+from decode_service.sequence import Sequence
+from decode_service.text.output import Emission, FinishReason
+from headrace.v1 import decode_pb2, decode_pb2_grpc
+from shared.kv.handoff import PrefillOutcome
+from shared.kv.paged import PagedKeyValues
+from shared.metrics import Telemetry
+from shared.outlet import Outlet
+
+_FINISH_REASONS = {
+    FinishReason.STOP: decode_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: decode_pb2.FINISH_REASON_LENGTH,
+}
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
+    """Takes a request through its life: read, admit, prefill, generate, release."""
+
+    def __init__(
+        self,
+        reader: RequestReader,
+        scheduler: DecodeScheduler,
+        prefill: PrefillClient,
+        kv: PagedKeyValues,
+        telemetry: Telemetry,
+        model_digest: str,
+    ) -> None:
+        self._reader = reader
+        self._scheduler = scheduler
+        self._prefill = prefill
+        self._kv = kv
+        self._telemetry = telemetry
+        self._model_digest = model_digest
+
+    async def Generate(
+        self, request: decode_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[decode_pb2.GenerateResponse]:
+        """See `protos/headrace/v1/decode.proto`."""
+        async with self._generation(request, context) as (sequence, outcome):
+            yield decode_pb2.GenerateResponse(header=self._header(sequence))
+            finish = None
+            async for emission in sequence.outlet:
+                finish = emission.finish
+                yield decode_pb2.GenerateResponse(
+                    chunk=decode_pb2.GenerationChunk(text=emission.text, token_ids=emission.token_ids)
+                )
+            yield decode_pb2.GenerateResponse(result=self._result(sequence, outcome, finish))
+
+    async def Complete(self, request: decode_pb2.CompleteRequest, context: Any) -> decode_pb2.CompleteResponse:
+        """See `protos/headrace/v1/decode.proto`."""
+        async with self._generation(request, context) as (sequence, outcome):
+            emissions = [emission async for emission in sequence.outlet]
+            return decode_pb2.CompleteResponse(
+                header=self._header(sequence),
+                text="".join(emission.text for emission in emissions),
+                token_ids=[token for emission in emissions for token in emission.token_ids],
+                result=self._result(sequence, outcome, emissions[-1].finish),
+            )
+
+    @asynccontextmanager
+    async def _generation(
+        self, request: decode_pb2.GenerateRequest | decode_pb2.CompleteRequest, context: Any
+    ) -> AsyncIterator[tuple[Sequence, PrefillOutcome]]:
+        """A sequence with its prompt computed, generating while the context is open; its blocks are freed after."""
+        loop, admitted = asyncio.get_running_loop(), asyncio.Event()
+        sequence = await self._reader.read(request, Outlet[Emission](), lambda: loop.call_soon_threadsafe(admitted.set))
+        outcome_label = "failed"
+        self._scheduler.submit(sequence)
+        try:
+            await admitted.wait()
+            outcome = await self._prefill.prefill(
+                sequence.request_id,
+                sequence.tokens,
+                lambda layer, first, keys, values: self._kv.write(sequence.blocks, layer, first, keys, values),
+                context.time_remaining(),
+            )
+            sequence.prefilled_s = time.monotonic()
+            self._telemetry.add(prompt_tokens=sequence.prompt_tokens)
+            self._scheduler.start(sequence, outcome.last_hidden)
+            yield sequence, outcome
+            outcome_label = "completed"
+        except asyncio.CancelledError:
+            outcome_label = "cancelled"
+            raise
+        finally:
+            self._scheduler.leave(sequence)
+            self._telemetry.record_request(outcome_label)
+
+    def _header(self, sequence: Sequence) -> decode_pb2.GenerationHeader:
+        return decode_pb2.GenerationHeader(
+            request_id=sequence.request_id,
+            model_digest=self._model_digest,
+            prompt_tokens=sequence.prompt_tokens,
+            seed=sequence.sampling.seed,
+        )
+
+    @staticmethod
+    def _result(
+        sequence: Sequence, outcome: PrefillOutcome, finish: FinishReason | None
+    ) -> decode_pb2.GenerationResult:
+        return decode_pb2.GenerationResult(
+            finish_reason=_FINISH_REASONS[finish] if finish else decode_pb2.FINISH_REASON_UNSPECIFIED,
+            usage=decode_pb2.Usage(
+                prompt_tokens=sequence.prompt_tokens,
+                completion_tokens=sequence.generated_tokens,
+                draft_tokens=sequence.draft_tokens,
+                accepted_tokens=sequence.accepted_tokens,
+                passes=sequence.passes,
+            ),
+            timings=decode_pb2.Timings(
+                queue_ms=(sequence.admitted_s - sequence.arrived_s) * 1e3,
+                prefill_ms=(sequence.prefilled_s - sequence.admitted_s) * 1e3,
+                prefill_compute_ms=outcome.compute_ms,
+                first_token_ms=(sequence.first_token_s - sequence.arrived_s) * 1e3,
+                decode_ms=(sequence.last_token_s - sequence.first_token_s) * 1e3,
+            ),
+        )

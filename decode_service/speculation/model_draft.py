@@ -1,0 +1,48 @@
+"""A model as a draft: a small one with KV of its own, or a low-bit copy of the target that shares the target's KV."""
+
+from __future__ import annotations
+
+from decode_service.sampling import choose_token
+from decode_service.sequence import Sequence
+from shared.kv.paged import PagedKeyValues
+from shared.model.batch import TokenBatch
+from shared.model.model import Model
+
+
+class ModelDraft:
+    """Proposes chains, one token a pass, choosing with the same noise as the target (`decode_service.sampling`).
+
+    A draft with its own pool uses the same block tables as the target. One that shares the target's pool reads the
+    verified tokens' keys and values there and writes its own behind them, where verification overwrites them.
+    """
+
+    def __init__(self, model: Model, kv: PagedKeyValues, *, shares_target_kv: bool) -> None:
+        self._model = model
+        self._kv = kv
+        self._shares_target_kv = shares_target_kv
+
+    def propose(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
+        """See `Draft`. The first pass also takes in the tokens whose keys and values are missing."""
+        proposals: dict[Sequence, list[int]] = {sequence: [] for sequence in sequences}
+        wanted = dict(zip(sequences, counts, strict=True))
+        contexts = {sequence: self._known_tokens(sequence) for sequence in sequences}
+        inputs = {sequence: sequence.tokens[contexts[sequence] :] for sequence in sequences}
+        while active := [sequence for sequence in sequences if len(proposals[sequence]) < wanted[sequence]]:
+            batch = TokenBatch.of((inputs[sequence], contexts[sequence]) for sequence in active)
+            kv = self._kv.for_pass(batch.segments, [sequence.blocks for sequence in active])
+            hidden = self._model.forward(batch, kv)
+            logits = self._model.logits(hidden[batch.last_rows]).numpy()
+            for sequence, row in zip(active, logits, strict=True):
+                contexts[sequence] += len(inputs[sequence])
+                token = choose_token(row, sequence.sampling, position=contexts[sequence])
+                proposals[sequence].append(token)
+                inputs[sequence] = [token]
+        for sequence in sequences:
+            sequence.draft_kv_length = contexts[sequence]
+        return [proposals[sequence] for sequence in sequences]
+
+    def _known_tokens(self, sequence: Sequence) -> int:
+        """Tokens whose keys and values this draft can read: never beyond what the target has verified."""
+        if self._shares_target_kv:
+            return sequence.kv_length
+        return min(sequence.draft_kv_length, sequence.kv_length)

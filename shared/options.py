@@ -1,0 +1,104 @@
+"""Command-line options that both services share, and the process around them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from shared.config import parse_address, parse_bytes
+from shared.errors import HeadraceError
+from shared.process import LOG_LEVELS, exit_with_parent, setup_logging
+from shared.server import ServerOptions, TlsFiles
+
+CONFIGURATION_EXIT = 2
+"""Exit code when the settings cannot work."""
+
+
+def service_parser(name: str, description: str) -> argparse.ArgumentParser:
+    """A parser with the options of every service."""
+    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
+    parser.add_argument("pack", type=Path, metavar="PACK", help="folder made by `headrace pack`")
+    parser.add_argument(
+        "--memory", default="50%", metavar="SIZE", help="budget of this process: 2GiB, 800MB, 50%% (%(default)s)"
+    )
+    parser.add_argument(
+        "--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="port 0 takes a free one (%(default)s)"
+    )
+    parser.add_argument(
+        "--metrics", default="127.0.0.1:0", metavar="HOST:PORT|off", help="Prometheus endpoint (%(default)s)"
+    )
+    parser.add_argument(
+        "--context-length", type=_positive, metavar="TOKENS", help="longest sequence served (the model's)"
+    )
+    parser.add_argument(
+        "--queue-limit", type=_positive, default=1024, metavar="N", help="most waiting requests (%(default)s)"
+    )
+    parser.add_argument(
+        "--threads", type=_positive, default=os.cpu_count(), metavar="N", help="compute threads (%(default)s)"
+    )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="time for calls in flight when stopped (%(default)s)",
+    )
+    parser.add_argument("--tls-certificate", type=Path, metavar="PEM")
+    parser.add_argument("--tls-key", type=Path, metavar="PEM")
+    parser.add_argument(
+        "--tls-client-ca", type=Path, metavar="PEM", help="clients must show a certificate signed by it"
+    )
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info")
+    parser.add_argument("--exit-with-parent", action="store_true", help="stop when the launching process dies")
+    return parser
+
+
+def server_options(arguments: argparse.Namespace) -> ServerOptions:
+    """Where and how to listen.
+
+    Raises:
+        ConfigurationError: an address cannot be read.
+    """
+    tls = None
+    if arguments.tls_certificate and arguments.tls_key:
+        tls = TlsFiles(certificate=arguments.tls_certificate, key=arguments.tls_key, client_ca=arguments.tls_client_ca)
+    return ServerOptions(
+        address=parse_address(arguments.listen),
+        metrics_address=None if arguments.metrics == "off" else parse_address(arguments.metrics),
+        tls=tls,
+        grace_s=arguments.grace,
+    )
+
+
+def run_service(
+    parser: argparse.ArgumentParser, serve: Callable[[argparse.Namespace], Awaitable[None]], argv: list[str] | None
+) -> int:
+    """Parses, serves until told to stop, and returns the exit code; errors are one line on stderr."""
+    arguments = parser.parse_args(argv)
+    if bool(arguments.tls_certificate) != bool(arguments.tls_key):
+        parser.error("--tls-certificate and --tls-key go together")
+    if arguments.exit_with_parent:
+        exit_with_parent()
+    setup_logging(arguments.log_level)
+    try:
+        asyncio.run(_serve(serve, arguments))
+    except HeadraceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return CONFIGURATION_EXIT
+    return 0
+
+
+async def _serve(serve: Callable[[argparse.Namespace], Awaitable[None]], arguments: argparse.Namespace) -> None:
+    arguments.memory_bytes = parse_bytes(arguments.memory)
+    await serve(arguments)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
