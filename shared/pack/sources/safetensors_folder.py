@@ -1,0 +1,220 @@
+"""A Hugging Face folder with safetensors files, as a source. Weights are read one tensor at a time, never unpickled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shared.errors import DataLossError, UnsupportedModelError
+from shared.pack.sources.config_json import spec_of_config
+from shared.pack.sources.source import Shape, Source, check_tensors, fingerprint_of
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+FLOATING_DTYPES = ("F32", "BF16", "F16")
+
+OUTER_NAMES = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "final_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+LAYER_NAMES = {
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+def open_folder(folder: Path) -> Source:
+    """Opens a Hugging Face folder.
+
+    Raises:
+        UnsupportedModelError: an adapter, pickled weights, another architecture, or something missing.
+        DataLossError: a weight file is damaged.
+    """
+    name = folder.resolve().name
+    _refuse_what_is_no_model(folder)
+    config = _read_json(folder / "config.json")
+    spec = spec_of_config(config, name)
+    files = _weight_files(folder)
+    _check_stored_tensors(name, files)
+    tied_copy = {OUTER_NAMES["output.weight"]} if spec.tied_embeddings else set()
+    check_tensors(
+        name,
+        spec,
+        _stored_name,
+        {tensor: _shape(path, tensor) for tensor, path in files.items()},
+        # Old checkpoints hold the rotary frequencies, which the spec gives; tied ones may hold the embedding twice.
+        ignorable=lambda tensor: tensor.endswith("rotary_emb.inv_freq") or tensor in tied_copy,
+    )
+    tokenizer = folder / "tokenizer.json"
+    if not tokenizer.is_file():
+        raise UnsupportedModelError(f"{name} has no tokenizer.json; save the model's fast tokenizer into the folder")
+    tokenizer_config = _read_json(folder / "tokenizer_config.json") if _has(folder, "tokenizer_config.json") else {}
+
+    def read_rows(logical_name: str, rows: slice) -> Tensor:
+        stored = _stored_name(logical_name)
+        with safe_open(files[stored], framework="pt") as file:
+            return cast(Tensor, file.get_slice(stored)[rows])
+
+    described_by = ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja")
+    return Source(
+        name=name,
+        fingerprint=fingerprint_of(
+            {*files.values(), tokenizer, *(folder / file for file in described_by if _has(folder, file))}
+        ),
+        spec=spec,
+        tokenizer_json=tokenizer.read_text(encoding="utf-8"),
+        chat_template=_chat_template(folder, tokenizer_config),
+        end_token_ids=_end_token_ids(folder, config),
+        special_tokens=_special_tokens(tokenizer_config),
+        read_rows=read_rows,
+    )
+
+
+def pickle_message(path: Path) -> str:
+    """Why a pickled checkpoint is refused, and what to do."""
+    return (
+        f"{path.name} is a pickled checkpoint, and unpickling runs whatever code it holds; "
+        "use the model's safetensors files, or convert it where it is safe to run"
+    )
+
+
+def _refuse_what_is_no_model(folder: Path) -> None:
+    name = folder.resolve().name
+    if _has(folder, "adapter_config.json"):
+        raise UnsupportedModelError(f"{name} is an adapter, not a model; merge it into its base model and pack that")
+    if not any(folder.glob("*.safetensors")):
+        for pattern in ("*.bin", "*.pt", "*.pth"):
+            for path in sorted(folder.glob(pattern)):
+                raise UnsupportedModelError(pickle_message(path))
+    if not _has(folder, "config.json"):
+        raise UnsupportedModelError(
+            f"{name} has no config.json; expected a Hugging Face folder with config.json and safetensors files, "
+            "or give the path of a GGUF file"
+        )
+
+
+def _weight_files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> file that holds it: as the index says, or those of the one file where there is no index."""
+    if _has(folder, INDEX_FILE):
+        return _indexed_files(folder)
+    candidates = sorted(folder.glob("*.safetensors"))
+    if _has(folder, SINGLE_FILE):
+        candidates = [folder / SINGLE_FILE]
+    if len(candidates) != 1:
+        found = ", ".join(path.name for path in candidates) or "none"
+        raise UnsupportedModelError(
+            f"{folder.resolve().name} has no {INDEX_FILE}, so one safetensors file was expected; found {found}"
+        )
+    return dict.fromkeys(_tensor_names(candidates[0]), candidates[0])
+
+
+def _indexed_files(folder: Path) -> dict[str, Path]:
+    weight_map = _read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UnsupportedModelError(f"{INDEX_FILE} has no weight_map; the checkpoint is incomplete")
+    names_in: dict[str, set[str]] = {}
+    for shard in sorted({str(shard) for shard in weight_map.values()}):
+        if Path(shard).name != shard or not _has(folder, shard):
+            raise UnsupportedModelError(f"{INDEX_FILE} names {shard!r}, which is no file of the folder")
+        names_in[shard] = set(_tensor_names(folder / shard))
+    for tensor, shard in weight_map.items():
+        if tensor not in names_in[shard]:
+            raise DataLossError(f"{INDEX_FILE} says that {shard} holds {tensor}, but it does not; download it again")
+    return {tensor: folder / shard for tensor, shard in weight_map.items()}
+
+
+def _tensor_names(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except SafetensorError as error:
+        raise DataLossError(f"{path.name} is no complete safetensors file ({error}); download it again") from None
+
+
+def _check_stored_tensors(checkpoint: str, files: Mapping[str, Path]) -> None:
+    """Refuses dtypes that are codes of another quantization."""
+    for path in set(files.values()):
+        with safe_open(path, framework="pt") as file:
+            for tensor in file.keys():  # noqa: SIM118  a safe_open handle is no mapping
+                dtype = file.get_slice(tensor).get_dtype()
+                if tensor in files and dtype not in FLOATING_DTYPES:
+                    raise UnsupportedModelError(
+                        f"{checkpoint}: tensor {tensor} is stored as {dtype}; "
+                        f"this version packs {', '.join(FLOATING_DTYPES)}: give the unquantized checkpoint"
+                    )
+
+
+def _shape(path: Path, tensor: str) -> Shape:
+    with safe_open(path, framework="pt") as file:
+        return tuple(file.get_slice(tensor).get_shape())
+
+
+def _stored_name(logical_name: str) -> str:
+    if logical_name in OUTER_NAMES:
+        return OUTER_NAMES[logical_name]
+    _, layer, name = logical_name.split(".", 2)
+    module, _, suffix = name.rpartition(".")
+    return f"model.layers.{layer}.{LAYER_NAMES[module]}.{suffix}"
+
+
+def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    if _has(folder, "chat_template.jinja"):
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):  # several named templates: the one called "default" is for plain chats
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise UnsupportedModelError(f"{folder.resolve().name}: chat_template in tokenizer_config.json is no text")
+    return template
+
+
+def _end_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Those that generation stops at: of generation_config.json where it names some, else of config.json."""
+    generation = _read_json(folder / "generation_config.json") if _has(folder, "generation_config.json") else {}
+    value = generation.get("eos_token_id")
+    if value is None:
+        value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise UnsupportedModelError(f"{folder.resolve().name}: eos_token_id is {value!r}; expected token ids")
+    return tuple(ids)
+
+
+def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for role in SPECIAL_TOKENS:
+        value = tokenizer_config.get(role)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            tokens[role] = content
+    return tokens
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise UnsupportedModelError(f"{path.name} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UnsupportedModelError(f"{path.name} holds no JSON object")
+    return value
+
+
+def _has(folder: Path, file: str) -> bool:
+    return (folder / file).is_file()

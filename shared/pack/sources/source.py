@@ -1,0 +1,122 @@
+"""A checkpoint to pack, whatever it is stored in: its spec, its tokenizer, and its tensors by logical name.
+
+Logical names are those of `shared.pack.format` before fusing: `embedding.weight`, `final_norm.weight`, `output.weight`
+(unless tied) and, per layer, `layers.3.attention.q.weight`, `layers.3.mlp_norm.weight` …
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shared.errors import DataLossError, UnsupportedModelError
+from shared.model.spec import ModelSpec
+from shared.pack.format import NORMS, has_bias, matrix_shapes
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One checkpoint, opened and understood; weights are read when asked for."""
+
+    name: str
+    """For people: a file or folder name, never a full path."""
+    fingerprint: str
+    """Changes when a file of the checkpoint does; an interrupted packing resumes only on the same one."""
+    spec: ModelSpec
+    tokenizer_json: str
+    """As the `tokenizers` library reads it."""
+    chat_template: str | None
+    end_token_ids: tuple[int, ...]
+    special_tokens: Mapping[str, str]
+    """bos_token, eos_token … as the chat template names them."""
+    read_rows: Callable[[str, slice], Tensor]
+    """(logical name, rows) -> the rows in any floating dtype, with rotary halves side by side, not interleaved."""
+
+    def tensor(self, name: str, rows: slice = slice(None)) -> Tensor:
+        """Reads a tensor, or some of its rows, as float32.
+
+        Raises:
+            DataLossError: it holds values that are not finite.
+        """
+        values = self.read_rows(name, rows).to(torch.float32)
+        if not bool(torch.isfinite(values).all()):
+            raise DataLossError(f"{self.name}: {name} holds values that are not finite; the checkpoint is damaged")
+        return values
+
+    def layer_tensor(self, layer: int, name: str) -> Tensor:
+        """Reads a layer's tensor, `attention.q.weight` for one, as float32."""
+        return self.tensor(layer_tensor_name(layer, name))
+
+
+def layer_tensor_name(layer: int, name: str) -> str:
+    """The logical name of a layer's tensor."""
+    return f"layers.{layer}.{name}"
+
+
+def logical_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """Every tensor that a checkpoint of this spec has, in logical order, with its shape."""
+    shapes: dict[str, Shape] = {"embedding.weight": (spec.vocab_size, spec.hidden_size)}
+    for layer in range(spec.layers):
+        for name, shape in layer_shapes(spec).items():
+            shapes[layer_tensor_name(layer, name)] = shape
+    shapes["final_norm.weight"] = (spec.hidden_size,)
+    if not spec.tied_embeddings:
+        shapes["output.weight"] = (spec.vocab_size, spec.hidden_size)
+    return shapes
+
+
+def layer_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """The tensors of one layer, in logical order, with their shapes."""
+    shapes: dict[str, Shape] = {f"{norm}.weight": (spec.hidden_size,) for norm in NORMS}
+    for matrix, (rows, columns) in matrix_shapes(spec).items():
+        shapes[f"{matrix}.weight"] = (rows, columns)
+        if has_bias(spec, matrix):
+            shapes[f"{matrix}.bias"] = (rows,)
+    return shapes
+
+
+def check_tensors(
+    checkpoint: str,
+    spec: ModelSpec,
+    stored_name: Callable[[str], str],
+    found: Mapping[str, Shape],
+    ignorable: Callable[[str], bool],
+) -> None:
+    """Compares the tensors that a checkpoint has with those that its spec asks for, before anything is written.
+
+    Args:
+        checkpoint: its name, for messages.
+        stored_name: logical name -> name in the checkpoint.
+        found: shapes by name in the checkpoint.
+        ignorable: whether a tensor without a logical name changes nothing.
+
+    Raises:
+        UnsupportedModelError: one is missing, has another shape, or has a meaning that this version does not know.
+    """
+    expected = {stored_name(name): shape for name, shape in logical_shapes(spec).items()}
+    for name, shape in expected.items():
+        if name not in found:
+            raise UnsupportedModelError(f"{checkpoint} has no tensor {name}; the checkpoint is incomplete")
+        if found[name] != shape:
+            raise UnsupportedModelError(
+                f"{checkpoint}: tensor {name} has shape {list(found[name])}, but its description asks for {list(shape)}"
+            )
+    if unknown := sorted(name for name in found.keys() - expected.keys() if not ignorable(name)):
+        raise UnsupportedModelError(
+            f"{checkpoint} has tensors that this version does not know: {', '.join(unknown[:5])}"
+            f"{' …' if len(unknown) > 5 else ''}; without them its output would be wrong"
+        )
+
+
+def fingerprint_of(files: Iterable[Path]) -> str:
+    """A digest over the names, sizes and modification times of a checkpoint's files."""
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files)]
+    return hashlib.sha256(json.dumps(stats).encode()).hexdigest()

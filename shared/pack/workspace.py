@@ -1,0 +1,165 @@
+"""`OUT.partial`: where a pack grows until it is complete. It survives a crash, and packing goes on from there.
+
+lock            held by the one process that packs
+journal.jsonl   what is being packed, and each finished file with its digests
+pack/           the files; renamed to OUT at the end
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from shared.errors import ConfigurationError
+from shared.pack.format import FileRecord
+
+
+@dataclass(frozen=True)
+class FinishedFile:
+    """A file of the pack that is complete on disk."""
+
+    record: FileRecord
+    encoded_digests: Mapping[str, str]
+    """Of the logical tensors it holds, for the model digest."""
+
+
+@dataclass
+class Workspace:
+    """The folder `OUT.partial`, locked by this process."""
+
+    folder: Path
+    finished: dict[str, FinishedFile] = field(default_factory=dict)
+    """By path inside the pack."""
+
+    @property
+    def pack(self) -> Path:
+        """The growing pack."""
+        return self.folder / "pack"
+
+    @property
+    def journal(self) -> Path:
+        """One JSON object a line; the first says what is being packed."""
+        return self.folder / "journal.jsonl"
+
+    def resume(self, identity: Mapping[str, Any]) -> None:
+        """Takes over what an earlier process finished of the same work, and discards what is of other work."""
+        lines = _complete_lines(self.journal)
+        if not lines or lines[0] != identity:
+            shutil.rmtree(self.pack, ignore_errors=True)
+            self.journal.unlink(missing_ok=True)
+            self._append(identity)
+            lines = []
+        for line in lines[1:]:
+            record = FileRecord(line["size_bytes"], line["sha256"])
+            path = self.pack / line["path"]
+            if path.is_file() and path.stat().st_size == record.size_bytes:
+                self.finished[line["path"]] = FinishedFile(record, line["encoded_digests"])
+
+    def write(self, path: str, pieces: Iterable[memoryview], encoded_digests: Mapping[str, str]) -> FileRecord:
+        """Writes a file of the pack durably, then its line in the journal.
+
+        Args:
+            encoded_digests: read after the last piece has been written.
+        """
+        record = write_durably(self.pack / path, pieces)
+        self.finished[path] = FinishedFile(record, dict(encoded_digests))
+        self._append(
+            {
+                "path": path,
+                "size_bytes": record.size_bytes,
+                "sha256": record.sha256,
+                "encoded_digests": dict(encoded_digests),
+            }
+        )
+        return record
+
+    def publish(self, out: Path) -> None:
+        """Renames the pack to `out`, replacing a pack that is there, and removes the rest of the workspace."""
+        replaced = self.folder / "replaced"
+        if out.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            out.rename(replaced)
+        self.pack.rename(out)
+        _sync_folder(out.parent)
+        shutil.rmtree(self.folder)
+
+    def _append(self, value: Mapping[str, Any]) -> None:
+        text = self.journal.read_bytes() if self.journal.exists() else b""
+        with self.journal.open("ab") as file:
+            if text and not text.endswith(b"\n"):
+                file.truncate(text.rfind(b"\n") + 1)  # a line that a crash cut off
+            file.write(json.dumps(value).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+@contextmanager
+def workspace_of(out: Path) -> Iterator[Workspace]:
+    """Makes `OUT.partial`, or takes it over, and keeps other packers out while the context lasts.
+
+    Raises:
+        ConfigurationError: another process packs to the same place.
+    """
+    folder = out.with_name(f"{out.name}.partial")
+    with _locked(folder, out):
+        yield Workspace(folder)
+
+
+@contextmanager
+def _locked(folder: Path, out: Path) -> Iterator[None]:
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "lock"
+        with _open_lock(path) as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigurationError(f"another process is packing to {out}; wait for it, or stop it") from None
+            # The process that held the lock may have finished and removed the folder since the file was opened.
+            if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                yield
+                return
+
+
+def _open_lock(path: Path) -> IO[bytes]:
+    return path.open("ab")
+
+
+def write_durably(path: Path, pieces: Iterable[memoryview]) -> FileRecord:
+    """Writes a file under a temporary name, syncs it to disk, and gives it its name: it is whole, or not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    digest, size_bytes = hashlib.sha256(), 0
+    with temporary.open("wb") as file:
+        for piece in pieces:
+            file.write(piece)
+            digest.update(piece)
+            size_bytes += piece.nbytes
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    _sync_folder(path.parent)
+    return FileRecord(size_bytes, digest.hexdigest())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _complete_lines(journal: Path) -> list[dict[str, Any]]:
+    """The journal's lines but one that a crash cut off."""
+    if not journal.is_file():
+        return []
+    return [json.loads(line) for line in journal.read_bytes().split(b"\n")[:-1]]
