@@ -1,0 +1,90 @@
+"""Command-line options that several commands share, and how their errors end a command."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from headrace.errors import ClientError, InputError
+from headrace.local import Draft, LocalPlan, LocalServices
+from shared.errors import HeadraceError
+
+messages = Console(stderr=True, highlight=False)
+"""For what is not a command's result."""
+
+Prefills = Annotated[int, typer.Option(min=1, help="Prefill processes to start.")]
+Decodes = Annotated[int, typer.Option(min=1, help="Decode processes to start.")]
+Memory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Memory budget of each process, as in 600MiB or 4GiB.")
+]
+DraftKind = Annotated[Draft, typer.Option(help="Where draft tokens come from.")]
+DraftPack = Annotated[Path | None, typer.Option(help="Pack of the draft, for the drafts self and model.")]
+DraftLength = Annotated[int | None, typer.Option(min=1, help="Tokens per draft; by default the service decides.")]
+Logs = Annotated[bool, typer.Option("--logs", help="Show what the started services log.")]
+
+
+def local_plan(
+    pack: Path,
+    *,
+    memory: str | None,
+    prefills: int,
+    decodes: int,
+    draft: Draft,
+    draft_pack: Path | None,
+    draft_length: int | None,
+) -> LocalPlan:
+    """The services that the options describe.
+
+    Raises:
+        InputError: the memory budget is missing, or a pack is not there.
+    """
+    if memory is None:
+        raise InputError("services that start here need --memory: the budget of each process, as in 2GiB")
+    for folder in (pack, draft_pack):
+        if folder is not None and not folder.is_dir():
+            raise InputError(f"{folder} is no pack: there is no such folder; make one with `headrace pack`")
+    return LocalPlan(
+        pack=str(pack),
+        memory=memory,
+        prefills=prefills,
+        decodes=decodes,
+        draft=draft,
+        draft_pack=None if draft_pack is None else str(draft_pack),
+        draft_length=draft_length,
+    )
+
+
+@contextlib.contextmanager
+def running(plan: LocalPlan, logs: bool) -> Iterator[LocalServices]:
+    """The services of a plan, ready; says so while they start and stop."""
+    names = f"{plan.prefills} prefill and {plan.decodes} decode"
+    with contextlib.ExitStack() as stack:
+        with messages.status(f"starting {names} …"):
+            services = stack.enter_context(LocalServices(plan, show_log if logs else None))
+        yield services
+        messages.print(f"stopping {names} …")
+
+
+def show_log(service: str, line: str) -> None:
+    """Prints a line that a service logged."""
+    messages.print(f"[{service}] {line}", markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def told_errors(interrupted: str = "interrupted") -> Iterator[None]:
+    """Ends the command with a message, not a traceback: exit code 1 after an error, 130 after Ctrl-C or SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except (ClientError, HeadraceError, OSError) as error:
+        messages.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        messages.print(interrupted, markup=False, soft_wrap=True)
+        raise typer.Exit(130) from None

@@ -1,0 +1,130 @@
+"""Between the client's types and protobuf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.request import Request
+from headrace.types import Chunk, Completion, FinishReason, Header, Result, ServerStatus, Stage, Timings, Usage
+from headrace.v1 import decode_pb2, status_pb2
+
+
+def generate_request(request: Request) -> decode_pb2.GenerateRequest:
+    """The message of the streaming call."""
+    return decode_pb2.GenerateRequest(**_request_fields(request))
+
+
+def complete_request(request: Request) -> decode_pb2.CompleteRequest:
+    """The message of the unary call."""
+    return decode_pb2.CompleteRequest(**_request_fields(request))
+
+
+def _request_fields(request: Request) -> dict[str, Any]:
+    return {
+        "prompt": _prompt(request),
+        "sampling": decode_pb2.Sampling(
+            temperature=request.temperature, top_k=request.top_k, top_p=request.top_p, seed=request.seed
+        ),
+        "stopping": decode_pb2.Stopping(
+            max_tokens=request.max_tokens, strings=request.stop_strings, token_ids=request.stop_token_ids
+        ),
+        "request_id": request.request_id,
+    }
+
+
+def _prompt(request: Request) -> decode_pb2.Prompt:
+    if request.messages is not None:
+        messages = [decode_pb2.ChatMessage(role=turn["role"], content=turn["content"]) for turn in request.messages]
+        return decode_pb2.Prompt(chat=decode_pb2.ChatPrompt(messages=messages))
+    if request.token_ids is not None:
+        return decode_pb2.Prompt(tokens=decode_pb2.TokenPrompt(ids=request.token_ids))
+    assert request.prompt is not None  # a Request has exactly one form
+    return decode_pb2.Prompt(text=request.prompt)
+
+
+def chunk(message: decode_pb2.GenerationChunk) -> Chunk:
+    """New text and tokens."""
+    return Chunk(message.text, tuple(message.token_ids))
+
+
+def header(message: decode_pb2.GenerationHeader) -> Header:
+    """What an answer is made with."""
+    return Header(
+        request_id=message.request_id,
+        model_digest=message.model_digest,
+        prompt_tokens=message.prompt_tokens,
+        seed=message.seed,
+    )
+
+
+_FINISH_REASONS: Mapping[int, FinishReason] = {
+    decode_pb2.FINISH_REASON_STOP: "stop",
+    decode_pb2.FINISH_REASON_LENGTH: "length",
+}
+
+
+def result(message: decode_pb2.GenerationResult) -> Result:
+    """Why an answer ended and what it took."""
+    usage, timings = message.usage, message.timings
+    return Result(
+        finish_reason=_FINISH_REASONS[message.finish_reason],
+        usage=Usage(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            draft_tokens=usage.draft_tokens,
+            accepted_tokens=usage.accepted_tokens,
+            passes=usage.passes,
+        ),
+        timings=Timings(
+            queue_ms=timings.queue_ms,
+            prefill_ms=timings.prefill_ms,
+            prefill_compute_ms=timings.prefill_compute_ms,
+            first_token_ms=timings.first_token_ms,
+            decode_ms=timings.decode_ms,
+        ),
+    )
+
+
+def completion(message: decode_pb2.CompleteResponse) -> Completion:
+    """A whole answer."""
+    made_with, ended = header(message.header), result(message.result)
+    return Completion(
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        finish_reason=ended.finish_reason,
+        usage=ended.usage,
+        timings=ended.timings,
+        request_id=made_with.request_id,
+        seed=made_with.seed,
+        model_digest=made_with.model_digest,
+    )
+
+
+_STAGES: Mapping[int, Stage] = {status_pb2.STAGE_PREFILL: "prefill", status_pb2.STAGE_DECODE: "decode"}
+
+
+def server_status(message: status_pb2.GetStatusResponse, address: str) -> ServerStatus:
+    """Identity, load and totals of the process at that address."""
+    return ServerStatus(
+        address=address,
+        stage=_STAGES[message.stage],
+        model_digest=message.model_digest,
+        scheme=message.scheme,
+        context_length=message.context_length,
+        queued=message.queued,
+        running=message.running,
+        passes=message.passes,
+        batched_requests=message.batched_requests,
+        streamed_bytes=message.streamed_bytes,
+        prompt_tokens=message.prompt_tokens,
+        generated_tokens=message.generated_tokens,
+        draft_tokens=message.draft_tokens,
+        accepted_tokens=message.accepted_tokens,
+        resident_layers=message.resident_layers,
+        layers=message.layers,
+        budget_bytes=message.budget_bytes,
+        peak_rss_bytes=message.peak_rss_bytes,
+        kv_blocks_used=message.kv_blocks_used,
+        kv_blocks=message.kv_blocks,
+    )

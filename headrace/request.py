@@ -1,0 +1,138 @@
+"""One request as users state it, checked before it travels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from headrace.errors import InvalidRequest
+
+Message = Mapping[str, str]
+"""One turn of a conversation: {"role": …, "content": …}."""
+
+_UINT32_END = 2**32
+_UINT64_END = 2**64
+
+
+class RequestOptions(TypedDict, total=False):
+    """What `generate` and `complete` take besides the prompt's text."""
+
+    messages: Sequence[Message] | None
+    """A conversation, rendered with the model's own chat template; instead of a prompt."""
+    token_ids: Sequence[int] | None
+    """A prompt that is tokenized already; instead of a prompt."""
+    max_tokens: int | None
+    """Most tokens to generate, 1 or more; None leaves it to the service."""
+    temperature: float
+    """0 (default) is greedy; at most 100."""
+    top_k: int
+    """Keep only the k likeliest tokens; 0 (default) keeps all."""
+    top_p: float | None
+    """Keep the likeliest tokens whose probability reaches top_p; above 0, at most 1."""
+    seed: int | None
+    """Fixes the noise: same seed, same output. None lets the service draw one; the header reports it."""
+    stop: str | Sequence[str]
+    """Stop before any of these strings; at most 16."""
+    stop_token_ids: Sequence[int]
+    """Stop after any of these tokens."""
+    request_id: str
+    """Identifies the request in the services' logs; at most 128 characters."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt in exactly one form, and how to continue it.
+
+    Raises:
+        InvalidRequest: a field has a wrong type or value; the message names it and what was found.
+    """
+
+    prompt: str | None = None
+    messages: Sequence[Message] | None = None
+    token_ids: Sequence[int] | None = None
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    request_id: str = ""
+
+    def __post_init__(self) -> None:
+        forms = [name for name in ("prompt", "messages", "token_ids") if getattr(self, name) is not None]
+        if len(forms) != 1:
+            found = " and ".join(forms) or "none of them"
+            raise InvalidRequest(f"give exactly one of prompt, messages and token_ids; found {found}")
+        for name, (holds, rule) in _RULES.items():
+            value = getattr(self, name)
+            if not holds(value):
+                raise InvalidRequest(f"{name} must be {rule}; found {_excerpt(value)}")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings, also where only one was given."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def _is_integer(value: Any, low: int, end: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value < end
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_list(value: Any, holds: Callable[[Any], bool]) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes) and all(map(holds, value))
+
+
+def _is_text(value: Any) -> bool:
+    """Text that can travel: a lone surrogate, which JSON can smuggle in, has no UTF-8 form."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and set(value) == {"role", "content"} and all(map(_is_text, value.values()))
+
+
+def _is_token_ids(value: Any) -> bool:
+    return _is_list(value, lambda token_id: _is_integer(token_id, 0, _UINT32_END))
+
+
+def _is_stop(value: Any) -> bool:
+    if isinstance(value, str):
+        return _is_text(value) and value != ""
+    return _is_list(value, lambda text: _is_text(text) and text != "") and len(value) <= 16
+
+
+_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "prompt": (lambda value: value is None or (_is_text(value) and value != ""), "text that is not empty"),
+    "messages": (
+        lambda value: value is None or (_is_list(value, _is_message) and len(value) > 0),
+        'a list of {"role": text, "content": text}, not empty',
+    ),
+    "token_ids": (
+        lambda value: value is None or (_is_token_ids(value) and len(value) > 0),
+        "a list of token ids (integers, 0 or more), not empty",
+    ),
+    "max_tokens": (lambda value: value is None or _is_integer(value, 1, _UINT32_END), "an integer, 1 or more"),
+    "temperature": (lambda value: _is_number(value) and 0 <= value <= 100, "a number from 0 to 100"),
+    "top_k": (lambda value: _is_integer(value, 0, _UINT32_END), "an integer, 0 or more"),
+    "top_p": (lambda value: value is None or (_is_number(value) and 0 < value <= 1), "above 0 and at most 1"),
+    "seed": (lambda value: value is None or _is_integer(value, 0, _UINT64_END), "an integer from 0 to 2**64 - 1"),
+    "stop": (_is_stop, "one string or a list of at most 16, none of them empty"),
+    "stop_token_ids": (_is_token_ids, "a list of token ids (integers, 0 or more)"),
+    "request_id": (lambda value: _is_text(value) and len(value) <= 128, "text of at most 128 characters"),
+}
+
+
+def _excerpt(value: Any) -> str:
+    """What was found, without repeating anybody's prompt."""
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return f"text of {len(value)} characters"
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, Sequence) else type(value).__name__
