@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_service.text.stopping import StopConditions, StopStringMatcher
@@ -21,7 +21,6 @@ def expected_text(text: str, strings: list[str]) -> tuple[str, bool]:
     return text[: end + negative_length], True
 
 
-@settings(max_examples=500)
 @given(chunks=st.lists(st.text("abé🚀", max_size=6), max_size=12), strings=stop_strings)
 def test_text_and_hit_do_not_depend_on_how_the_text_is_cut(chunks: list[str], strings: list[str]) -> None:
     matcher = StopStringMatcher(strings)
