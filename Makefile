@@ -17,7 +17,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 DEVELOPMENT := $(VENV)/.installed-development
 
