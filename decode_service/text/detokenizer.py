@@ -15,8 +15,8 @@ class IncrementalDetokenizer:
 
     Decoding a token alone is not enough: some decoders strip or insert a space by its place. So the tokens since the
     last decided place are decoded together with those of the piece before, and only what is new is released. The
-    library's own `DecodeStream` works alike, but it cannot flush an unfinished end, and it fails on a run of byte tokens
-    that begins as text and turns out to be invalid.
+    library's own `DecodeStream` works alike, but it cannot flush an unfinished end, and it fails on a run of byte
+    tokens that begins as text and turns out to be invalid.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
