@@ -77,7 +77,8 @@ def tiny_checkpoint(
     }
     query, kv = heads * head_dim, kv_heads * head_dim
     matrices = {"model.embed_tokens": (vocab, hidden)} | ({} if tied else {"lm_head": (vocab, hidden)})
-    norms, biases = ["model.norm"], {}
+    norms: list[str] = ["model.norm"]
+    biases: dict[str, int] = {}
     for layer in range(layers):
         prefix = f"model.layers.{layer}"
         attention = {"q": (query, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, query)}

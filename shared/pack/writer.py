@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +26,8 @@ from shared.pack.sources.source import Source
 from shared.pack.workspace import Workspace, workspace_of, write_durably
 from shared.quant.schemes import Scheme
 
-MANIFEST_BYTES_PER_FILE = 256
-"""At least what the manifest and the file system keep for each file, for the check of free space."""
+BOOKKEEPING_BYTES_PER_FILE = 4096
+"""More than journal and manifest keep about one file, for the check of free space."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def write_pack(
         _check_place(out, source, scheme, workspace, overwrite=overwrite)
         workspace.resume(_identity(source, scheme))
         report = _reporter(workspace, sizes, progress)
-        check_free_space(workspace.folder, sizes, set(workspace.finished))
+        check_free_space(out, bytes_to_write(sizes, workspace.finished), shutil.disk_usage(workspace.folder).free)
         report()
         for path in sizes:
             if path not in workspace.finished:
@@ -90,20 +90,22 @@ def file_sizes(source: Source, scheme: Scheme) -> dict[str, int]:
     return {path: sizes[path] for path in pack_files(source.spec, with_chat_template=CHAT_TEMPLATE_FILE in sizes)}
 
 
-def check_free_space(
-    folder: Path, sizes: dict[str, int], finished: set[str], free_bytes: Callable[[Path], int] | None = None
-) -> None:
+def bytes_to_write(sizes: Mapping[str, int], finished: Container[str]) -> int:
+    """Bytes that packing will still write: the files that are not finished, and the manifest with the journal."""
+    files = sum(size for path, size in sizes.items() if path not in finished)
+    return files + BOOKKEEPING_BYTES_PER_FILE * (len(sizes) + 1)
+
+
+def check_free_space(place: Path, needed_bytes: int, free_bytes: int) -> None:
     """Compares what will be written with what the disk has room for.
 
     Raises:
         ConfigurationError: there is too little; the message says how much is missing.
     """
-    needed = sum(size for path, size in sizes.items() if path not in finished) + MANIFEST_BYTES_PER_FILE * len(sizes)
-    free = (free_bytes or _free_bytes)(folder)
-    if needed > free:
+    if needed_bytes > free_bytes:
         raise ConfigurationError(
-            f"packing writes {needed:,} bytes, but the disk of {folder.parent} has {free:,} free; "
-            f"free {needed - free:,} more, or choose another place"
+            f"packing writes {needed_bytes:,} bytes, but the disk of {place} has {free_bytes:,} free; "
+            f"free {needed_bytes - free_bytes:,} more, or choose another place"
         )
 
 
@@ -183,7 +185,3 @@ def _reporter(
             progress(PackProgress(done_bytes(), total, resumed))
 
     return report
-
-
-def _free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(folder).free
