@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         ServerError,
         Unavailable,
     )
-    from headrace.local import LocalServices
+    from headrace.local import LocalPlan, LocalServices
     from headrace.retry import RetryPolicy
     from headrace.types import Chunk, Completion, Header, Result, ServerStatus, Timings, Usage
 
@@ -46,7 +46,7 @@ _HOME = {
         "ServerError",
         "Unavailable",
     ),
-    "local": ("LocalServices",),
+    "local": ("LocalPlan", "LocalServices"),
     "retry": ("RetryPolicy",),
     "types": ("Chunk", "Completion", "Header", "Result", "ServerStatus", "Timings", "Usage"),
 }
@@ -68,6 +68,7 @@ __all__ = [
     "Header",
     "InputError",
     "InvalidRequest",
+    "LocalPlan",
     "LocalServiceError",
     "LocalServices",
     "ResourceExhausted",

@@ -11,7 +11,7 @@ ClientError
 │   ├── Cancelled             CANCELLED: the call was closed
 │   ├── DataLoss              DATA_LOSS: the service's model files are damaged
 │   └── ServerError           every other status: a fault of the service
-├── InputError                a batch file, an answer file or a target cannot be used
+├── InputError                a batch file, an answer file, a target or a plan of services cannot be used
 └── LocalServiceError         a service started on this machine failed
 """
 
@@ -90,7 +90,7 @@ class ServerError(CallError):
 
 
 class InputError(ClientError):
-    """A batch file, an answer file or a target cannot be used."""
+    """A batch file, an answer file, a target or a plan of local services cannot be used."""
 
 
 class LocalServiceError(ClientError):

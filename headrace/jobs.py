@@ -140,7 +140,7 @@ async def _stream(job: Job, client: AsyncClient, progress: Progress) -> Answer:
         "text": "".join(text),
         "finish_reason": result.finish_reason,
         "usage": dataclasses.asdict(result.usage),
-        "timings": dataclasses.asdict(result.timings),
+        "timings": {name: round(ms, 3) for name, ms in dataclasses.asdict(result.timings).items()},
     }
 
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Literal, NoReturn
 
 from headrace._child import Child, LogSink, Ready
-from headrace.errors import LocalServiceError
+from headrace.errors import InputError, LocalServiceError
 
 Draft = Literal["none", "ngram", "self", "model"]
 
@@ -21,7 +21,11 @@ LOOPBACK = "127.0.0.1:0"
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPlan:
-    """Which services to start, and how."""
+    """Which services to start, and how.
+
+    Raises:
+        InputError: no prefill or no decode service, or a draft without the pack that it needs.
+    """
 
     pack: str
     """Folder of the packed model."""
@@ -43,11 +47,11 @@ class LocalPlan:
 
     def __post_init__(self) -> None:
         if self.prefills < 1 or self.decodes < 1:
-            raise LocalServiceError(
+            raise InputError(
                 f"at least one prefill and one decode service are needed; found {self.prefills} and {self.decodes}"
             )
         if self.draft in ("self", "model") and self.draft_pack is None:
-            raise LocalServiceError(f"draft {self.draft!r} needs a draft pack; none was given")
+            raise InputError(f"draft {self.draft!r} needs a draft pack; none was given")
 
     def prefill_arguments(self) -> list[str]:
         """The command line of a prefill service."""

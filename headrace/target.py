@@ -90,8 +90,8 @@ def _names(target: Target) -> tuple[str, ...]:
         if _has_scheme(name):
             if len(names) > 1:
                 raise InputError(f"several targets must each be host:port; found {name!r}")
-        elif not name.rpartition(":")[2].isdecimal():
-            raise InputError(f"{name!r} has no port; write host:port, as in 127.0.0.1:50051")
+        elif not (port := name.rpartition(":")[2]).isdecimal() or not 1 <= int(port) <= 65535:
+            raise InputError(f"{name!r} has no port from 1 to 65535; write host:port, as in 127.0.0.1:50051")
     return names
 
 

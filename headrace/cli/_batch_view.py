@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
-from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -103,11 +101,11 @@ def _rows(report: BatchReport) -> Iterator[tuple[str, str]]:
     yield "accepted draft tokens per pass", _or_dash(report.accepted_per_pass, "{:.2f}")
     yield "acceptance rate", _or_dash(report.acceptance_rate, "{:.1%}")
     yield "tokens per walk over the layers", _or_dash(report.tokens_per_pass, "{:.2f}")
-    yield "bytes streamed", decimal(report.streamed_bytes)
+    yield "bytes streamed", _bytes(report.streamed_bytes)
     for service in report.services:
         yield (
             f"peak memory, {service.stage} {service.address}",
-            f"{decimal(service.peak_rss_bytes)} of {decimal(service.budget_bytes)}",
+            f"{_bytes(service.peak_rss_bytes)} of {_bytes(service.budget_bytes)}",
         )
     yield "wall time", _duration(report.wall_s)
     yield f"reports per {_duration(report.shift_s)} shift", f"{report.reports_per_shift:,.0f}"
@@ -117,8 +115,24 @@ def _or_dash(value: float | None, form: str) -> str:
     return "–" if value is None else form.format(value)
 
 
+def _bytes(count: int) -> str:
+    """In the binary units in which budgets are usually stated."""
+    scaled, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if scaled < 1024:
+            break
+        scaled, unit = scaled / 1024, larger
+    return f"{scaled:,.0f} {unit}" if scaled >= 100 or unit == "B" else f"{scaled:.1f} {unit}"
+
+
 def _duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
+    """`7.3 s`, `4 min 10 s`, `8 h`, `7 h 30 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, left_s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    parts = [(hours, "h"), (minutes, "min"), (0 if hours else left_s, "s")]
+    return " ".join(f"{value} {unit}" for value, unit in parts if value)
 
 
 def report_json(report: BatchReport) -> dict[str, Any]:

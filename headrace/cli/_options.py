@@ -11,9 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from headrace.errors import ClientError, InputError
+from headrace.errors import ClientError, InputError, InvalidRequest
 from headrace.local import Draft, LocalPlan, LocalServices
-from shared.errors import HeadraceError
 
 messages = Console(stderr=True, highlight=False)
 """For what is not a command's result."""
@@ -78,13 +77,16 @@ def show_log(service: str, line: str) -> None:
 
 @contextlib.contextmanager
 def told_errors(interrupted: str = "interrupted") -> Iterator[None]:
-    """Ends the command with a message, not a traceback: exit code 1 after an error, 130 after Ctrl-C or SIGTERM."""
+    """Ends the command with a message, not a traceback.
+
+    Exit code 2: the command cannot work as given. 1: it failed while running. 130: Ctrl-C or SIGTERM.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
-    except (ClientError, HeadraceError, OSError) as error:
+    except ClientError as error:
         messages.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(2 if isinstance(error, InputError | InvalidRequest) else 1) from None
     except KeyboardInterrupt:
         messages.print(interrupted, markup=False, soft_wrap=True)
         raise typer.Exit(130) from None

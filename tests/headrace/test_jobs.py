@@ -1,0 +1,166 @@
+"""Batches against a scripted decode service."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from headrace.answers import Answer
+from headrace.errors import InputError, Unavailable
+from headrace.job_input import Job
+from headrace.jobs import run_batch
+from headrace.retry import RetryPolicy
+from tests.headrace.fake_decode import FakeDecode, chunk, echo, failing, header, served
+
+JOBS = tuple(Job(f"job-{number}", {"prompt": f"Water {number}"}) for number in range(20))
+PATIENCE = RetryPolicy(attempts=3, first_delay_s=0.0)
+
+
+class Seen:
+    """A progress that remembers."""
+
+    def __init__(self) -> None:
+        self.kept = 0
+        self.tokens = 0
+        self.done: list[str] = []
+        self.one_done = asyncio.Event()
+
+    def started(self, jobs: int, kept: int) -> None:
+        self.kept = kept
+
+    def generated(self, tokens: int) -> None:
+        self.tokens += tokens
+
+    def finished(self, answer: Answer) -> None:
+        self.done.append(answer["id"])
+        self.one_done.set()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+async def test_every_job_is_answered_in_order_with_counts_and_times(tmp_path: Path) -> None:
+    out, seen = tmp_path / "out.jsonl", Seen()
+    async with served(FakeDecode()) as address:
+        report = await run_batch(JOBS, out, target=address, progress=seen)
+    answers = read(out)
+    assert [(answer["id"], answer["text"]) for answer in answers] == [(job.id, job.options["prompt"]) for job in JOBS]
+    assert set(answers[0]) == {"id", "text", "finish_reason", "usage", "timings"}
+    assert answers[0]["usage"]["completion_tokens"] == 4
+    assert answers[0]["timings"]["first_token_ms"] == 3.0
+    assert (seen.tokens, sorted(seen.done)) == (80, sorted(job.id for job in JOBS))
+    assert (report.done, report.failed, report.kept) == (20, 0, 0)
+
+
+async def test_the_report_sums_requests_and_what_the_run_added_to_the_services_totals(tmp_path: Path) -> None:
+    async with served(FakeDecode()) as address:
+        report = await run_batch(JOBS, tmp_path / "out.jsonl", target=address, progress=Seen(), shift_s=3600)
+    assert (report.prompt_tokens, report.generated_tokens) == (60, 80)
+    assert report.accepted_per_pass == pytest.approx(1.0)
+    assert report.acceptance_rate == pytest.approx(1 / 3)
+    (service,) = report.services
+    assert (service.address, service.passes, service.generated_tokens, service.streamed_bytes) == (
+        address,
+        20,
+        80,
+        20_000,
+    )
+    assert report.tokens_per_pass == pytest.approx(4.0)
+    assert report.streamed_bytes == 20_000
+    assert report.reports_per_shift == pytest.approx(20 / report.wall_s * 3600)
+
+
+async def test_no_more_jobs_are_under_way_than_allowed(tmp_path: Path) -> None:
+    under_way = most = 0
+
+    async def counting(request: Any, context: Any) -> AsyncIterator[Any]:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        async for event in echo(request, context):
+            yield event
+            await asyncio.sleep(0)
+        under_way -= 1
+
+    async with served(FakeDecode(counting)) as address:
+        await run_batch(JOBS, tmp_path / "out.jsonl", target=address, progress=Seen(), concurrency=3)
+    assert 1 < most <= 3
+
+
+async def test_a_failed_job_becomes_an_error_line_and_the_others_are_answered(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    async with served(FakeDecode(failing(grpc.StatusCode.INVALID_ARGUMENT))) as address:
+        report = await run_batch(JOBS, out, target=address, progress=Seen())
+        assert (report.done, report.failed) == (19, 1)
+        (failed,) = (answer for answer in read(out) if "error" in answer)
+        assert failed == {"id": failed["id"], "error": {"status": "INVALID_ARGUMENT", "message": "as scripted"}}
+        again = await run_batch(JOBS, out, target=address, progress=Seen())
+    assert (again.done, again.failed, again.kept) == (1, 0, 19)
+    assert all("text" in answer for answer in read(out))
+
+
+async def test_a_full_queue_and_an_answer_that_broke_off_are_tried_again(tmp_path: Path) -> None:
+    codes = [grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE]
+    out = tmp_path / "out.jsonl"
+    script = failing(*codes, after=lambda request: [header(request), chunk("Wa", 1)])
+    async with served(FakeDecode(script)) as address:
+        report = await run_batch(JOBS[:1], out, target=address, progress=Seen(), patience=PATIENCE)
+    assert report.failed == 0
+    assert [answer["text"] for answer in read(out)] == ["Water 0"]
+
+
+async def test_a_cancelled_batch_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    out, seen = tmp_path / "out.jsonl", Seen()
+    proceed = asyncio.Event()
+
+    async def first_one_only(request: Any, context: Any) -> AsyncIterator[Any]:
+        if request.request_id != "job-0":
+            await proceed.wait()
+        async for event in echo(request, context):
+            yield event
+
+    fake = FakeDecode(first_one_only)
+    async with served(fake) as address:
+        batch = asyncio.create_task(run_batch(JOBS, out, target=address, progress=seen, concurrency=4))
+        await seen.one_done.wait()
+        batch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await batch
+        await fake.cancelled.wait()
+        assert not out.exists()
+        proceed.set()
+        fake.requests.clear()
+        report = await run_batch(JOBS, out, target=address, progress=seen)
+    assert (report.done, report.kept, seen.kept) == (19, 1, 1)
+    assert "job-0" not in {request.request_id for request in fake.requests}
+    assert [answer["id"] for answer in read(out)] == [job.id for job in JOBS]
+
+
+async def test_answers_of_another_model_are_not_kept(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    async with served(FakeDecode(failing(grpc.StatusCode.INTERNAL))) as address:
+        await run_batch(JOBS, out, target=address, progress=Seen())
+    async with served(FakeDecode(digest="another")) as address:
+        assert (await run_batch(JOBS, out, target=address, progress=Seen())).kept == 0
+
+
+async def test_replicas_of_different_models_are_refused(tmp_path: Path) -> None:
+    async with served(FakeDecode()) as one, served(FakeDecode(digest="another")) as two:
+        with pytest.raises(InputError, match="different models"):
+            await run_batch(JOBS, tmp_path / "out.jsonl", target=[one, two], progress=Seen())
+
+
+async def test_a_service_that_does_not_answer_is_told_before_any_work(tmp_path: Path) -> None:
+    async with served(FakeDecode()) as gone:
+        pass
+    with pytest.raises(Unavailable, match=gone):
+        await run_batch(JOBS, tmp_path / "out.jsonl", target=gone, progress=Seen())
+    assert "out.jsonl.partial" not in os.listdir(tmp_path)

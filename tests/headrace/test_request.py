@@ -1,0 +1,59 @@
+"""What a request may say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace.errors import InvalidRequest
+from headrace.request import Request
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({}, "none of them"),
+        ({"prompt": "a", "token_ids": [1]}, "prompt and token_ids"),
+        ({"prompt": ""}, "prompt must be text that is not empty; found text of 0"),
+        ({"prompt": "\ud800"}, "prompt must be text"),
+        ({"prompt": 3}, "prompt must be text"),
+        ({"messages": []}, "messages must be"),
+        ({"messages": "hello"}, "messages must be"),
+        ({"messages": [{"role": "user"}]}, "messages must be"),
+        ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages must be"),
+        ({"token_ids": []}, "token_ids must be"),
+        ({"token_ids": [-1]}, "token_ids must be"),
+        ({"token_ids": [True]}, "token_ids must be"),
+        ({"token_ids": ["1"]}, "token_ids must be"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens must be an integer, 1 or more; found 0"),
+        ({"prompt": "a", "max_tokens": 1.5}, "max_tokens must be"),
+        ({"prompt": "a", "temperature": -0.1}, "temperature must be a number from 0 to 100; found -0.1"),
+        ({"prompt": "a", "temperature": float("nan")}, "temperature must be"),
+        ({"prompt": "a", "temperature": "0.7"}, "temperature must be"),
+        ({"prompt": "a", "top_k": -1}, "top_k must be"),
+        ({"prompt": "a", "top_p": 0}, "top_p must be above 0"),
+        ({"prompt": "a", "top_p": 1.01}, "top_p must be"),
+        ({"prompt": "a", "seed": 2**64}, "seed must be"),
+        ({"prompt": "a", "stop": ""}, "stop must be"),
+        ({"prompt": "a", "stop": ["x"] * 17}, "stop must be"),
+        ({"prompt": "a", "stop": None}, "stop must be"),
+        ({"prompt": "a", "stop_token_ids": [2**32]}, "stop_token_ids must be"),
+        ({"prompt": "a", "request_id": "r" * 129}, "request_id must be"),
+    ],
+)
+def test_a_wrong_field_is_named_with_what_was_found(fields: dict[str, Any], names: str) -> None:
+    with pytest.raises(InvalidRequest, match=names):
+        Request(**fields)
+
+
+def test_a_message_never_repeats_the_prompt() -> None:
+    with pytest.raises(InvalidRequest) as error:
+        Request(messages=[{"role": "user", "content": "secret", "extra": "secret"}])
+    assert "secret" not in str(error.value)
+
+
+def test_the_limits_themselves_are_fine() -> None:
+    request = Request("a", max_tokens=1, temperature=100, top_k=0, top_p=1, seed=2**64 - 1, stop="x")
+    assert request.stop_strings == ("x",)
+    assert Request(token_ids=(0, 2**32 - 1), stop=["x"] * 16).stop_strings == ("x",) * 16
