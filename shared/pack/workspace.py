@@ -13,10 +13,10 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from shared.errors import ConfigurationError
 from shared.pack.format import FileRecord
@@ -82,14 +82,13 @@ class Workspace:
         return record
 
     def publish(self, out: Path) -> None:
-        """Renames the pack to `out`, replacing a pack that is there, and removes the rest of the workspace."""
+        """Renames the pack to `out`, replacing a pack that is there."""
         replaced = self.folder / "replaced"
         if out.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             out.rename(replaced)
         self.pack.rename(out)
         _sync_folder(out.parent)
-        shutil.rmtree(self.folder)
 
     def _append(self, value: Mapping[str, Any]) -> None:
         text = self.journal.read_bytes() if self.journal.exists() else b""
@@ -105,32 +104,40 @@ class Workspace:
 def workspace_of(out: Path) -> Iterator[Workspace]:
     """Makes `OUT.partial`, or takes it over, and keeps other packers out while the context lasts.
 
+    The folder is removed at the end, unless it holds files of a pack that is not yet complete.
+
     Raises:
         ConfigurationError: another process packs to the same place.
     """
-    folder = out.with_name(f"{out.name}.partial")
-    with _locked(folder, out):
-        yield Workspace(folder)
+    workspace = Workspace(out.with_name(f"{out.name}.partial"))
+    with _locked(workspace.folder, out):
+        try:
+            yield workspace
+        finally:
+            if not workspace.pack.exists():
+                shutil.rmtree(workspace.folder)
 
 
 @contextmanager
 def _locked(folder: Path, out: Path) -> Iterator[None]:
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "lock"
-        with _open_lock(path) as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigurationError(f"another process is packing to {out}; wait for it, or stop it") from None
-            # The process that held the lock may have finished and removed the folder since the file was opened.
-            if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
-                yield
-                return
+    with ExitStack() as stack:
+        while not _took_lock(folder, out, stack):
+            pass
+        yield
 
 
-def _open_lock(path: Path) -> IO[bytes]:
-    return path.open("ab")
+def _took_lock(folder: Path, out: Path, stack: ExitStack) -> bool:
+    """False where another process finished, and removed the folder, before the lock was held: then try again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "lock"
+    try:
+        lock = stack.enter_context(path.open("ab"))
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(lock.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        raise ConfigurationError(f"another process is packing to {out}; wait for it, or stop it") from None
 
 
 def write_durably(path: Path, pieces: Iterable[memoryview]) -> FileRecord:
@@ -159,7 +166,8 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _complete_lines(journal: Path) -> list[dict[str, Any]]:
-    """The journal's lines but one that a crash cut off."""
-    if not journal.is_file():
+    """The journal's lines but one that a crash cut off; none where it cannot be read, so that all is done again."""
+    try:
+        return [json.loads(line) for line in journal.read_bytes().split(b"\n")[:-1]]
+    except (FileNotFoundError, ValueError):
         return []
-    return [json.loads(line) for line in journal.read_bytes().split(b"\n")[:-1]]

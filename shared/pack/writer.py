@@ -65,7 +65,7 @@ def write_pack(
     sizes = file_sizes(source, scheme)
     out.parent.mkdir(parents=True, exist_ok=True)
     with workspace_of(out) as workspace:
-        _check_place(out, source, scheme, workspace, overwrite=overwrite)
+        _check_place(out, source, scheme, overwrite=overwrite)
         workspace.resume(_identity(source, scheme))
         report = _reporter(workspace, sizes, progress)
         check_free_space(out, bytes_to_write(sizes, workspace.finished), shutil.disk_usage(workspace.folder).free)
@@ -109,19 +109,15 @@ def check_free_space(place: Path, needed_bytes: int, free_bytes: int) -> None:
         )
 
 
-def _check_place(out: Path, source: Source, scheme: Scheme, workspace: Workspace, *, overwrite: bool) -> None:
+def _check_place(out: Path, source: Source, scheme: Scheme, *, overwrite: bool) -> None:
     if not out.exists():
         return
     try:
-        existing = Pack.open(out).manifest if overwrite or out.is_dir() else None
+        existing = Pack.open(out).manifest
     except HeadraceError:
-        existing = None
-    if existing is not None and overwrite:
+        raise ConfigurationError(f"{out} exists and is no intact pack; remove it, or choose another place") from None
+    if overwrite:
         return
-    if not any(path.name != "lock" for path in workspace.folder.iterdir()):
-        shutil.rmtree(workspace.folder)
-    if existing is None:
-        raise ConfigurationError(f"{out} exists and is no intact pack; remove it, or choose another place")
     if (existing.source, existing.scheme) == (source.name, scheme.name):
         raise ConfigurationError(f"{out} already holds {source.name} in {scheme.name}; use it, or pass --overwrite")
     raise ConfigurationError(
