@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from decode_service.speculation.draft import Draft, NoDraft
 from decode_service.speculation.model_draft import ModelDraft
 from decode_service.speculation.ngram_draft import NgramDraft
+from decode_service.text.tokenizer import Tokenizer
 from shared.errors import ConfigurationError
 from shared.kv.paged import PagedKeyValues
 from shared.model.model import Model
@@ -50,7 +52,7 @@ class DraftPack:
                     f"draft self must be a copy of the target in another scheme; {path.name} is another model or "
                     f"computes in another precision ({pack.scheme.name} beside {target.scheme.name})"
                 )
-        elif pack.tokenizer_json() != target.tokenizer_json():
+        elif _vocabulary(pack) != _vocabulary(target):
             raise ConfigurationError(f"draft {path.name} has another tokenizer than the target; choose another draft")
         if pack.spec.vocab_size != target.spec.vocab_size:
             raise ConfigurationError(
@@ -69,6 +71,10 @@ class DraftPack:
     def block_bytes(self) -> int:
         """Memory that each KV block takes for the draft."""
         return 0 if self.shares_kv else PagedKeyValues.block_bytes(self.pack.spec, self.pack.scheme.compute_dtype)
+
+
+def _vocabulary(pack: Pack) -> Mapping[str, int]:
+    return Tokenizer(pack.tokenizer_json(), None, {}).vocabulary
 
 
 def build_draft(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from functools import partial
 
 import torch
 
@@ -93,8 +94,7 @@ class DecodeEngine:
         logits = self._model.logits(self._model.forward(tokens, kv))
         accepted_tokens = 0
         for sequence, proposal, segment in zip(batch, proposals, tokens.segments, strict=True):
-            rows = logits[segment.rows]
-            chosen = accept(proposal, lambda index, s=sequence, r=rows: self._choose(s, r, index))
+            chosen = accept(proposal, partial(self._choose, sequence, logits[segment.rows]))
             sequence.kv_length += len(chosen)
             sequence.passes += 1
             sequence.draft_tokens += len(proposal)

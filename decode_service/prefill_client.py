@@ -67,7 +67,7 @@ class PrefillClient:
 
     async def close(self) -> None:
         """Closes all channels."""
-        await asyncio.gather(*(replica.channel.close() for replica in self._replicas))
+        await asyncio.gather(*(replica.channel.close(None) for replica in self._replicas))
 
     async def prefill(
         self,

@@ -75,7 +75,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncIterator[tuple[Sequence, PrefillOutcome]]:
         """A sequence with its prompt computed, generating while the context is open; its blocks are freed after."""
         loop, admitted = asyncio.get_running_loop(), asyncio.Event()
-        sequence = await self._reader.read(request, Outlet[Emission](), lambda: loop.call_soon_threadsafe(admitted.set))
+
+        def on_admitted() -> None:
+            loop.call_soon_threadsafe(admitted.set)
+
+        sequence = await self._reader.read(request, Outlet[Emission](), on_admitted)
         outcome_label = "failed"
         self._scheduler.submit(sequence)
         try:

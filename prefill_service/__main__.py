@@ -2,103 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-import logging
 import sys
 
-import torch
+from shared.threads import wait_passively
 
-from headrace.v1 import prefill_pb2_grpc
-from prefill_service.engine import PrefillEngine
-from prefill_service.scheduler import PromptScheduler
-from prefill_service.servicer import PrefillServicer
-from shared.budget import log_plan, measured_runtime_bytes
-from shared.config import parse_bytes
-from shared.kv.layout import layout_of
-from shared.metrics import Gauges, Identity, Telemetry
-from shared.model.model import Model
-from shared.model.workspace import pass_workspace_bytes
-from shared.options import run_service, server_options, service_parser
-from shared.pack.reader import Pack
-from shared.server import Service, run_server
-from shared.streaming.plan import Demand, MemoryPlan, plan_memory
+wait_passively()
 
-log = logging.getLogger("prefill_service")
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Runs the service; returns the exit code."""
-    parser = service_parser("prefill_service", "Turns prompts into KV caches; keeps nothing beyond the call.")
-    parser.add_argument(
-        "--pass-tokens", type=int, default=2048, metavar="N", help="prompt tokens that share a pass (%(default)s)"
-    )
-    parser.add_argument(
-        "--spool", default="64MiB", metavar="SIZE", help="KV that may wait for slow callers (%(default)s)"
-    )
-    return run_service(parser, serve, argv)
-
-
-async def serve(arguments: argparse.Namespace) -> None:
-    """Plans memory, loads the model, and serves until told to stop."""
-    torch.set_num_threads(arguments.threads)
-    pack = Pack.open(arguments.pack)
-    context_length = min(arguments.context_length or pack.spec.context_length, pack.spec.context_length)
-    spool_bytes = parse_bytes(arguments.spool)
-    plan = _plan(pack, arguments.memory_bytes, max(context_length, arguments.pass_tokens), context_length, spool_bytes)
-    log_plan(log, plan)
-    model, layout = Model(pack, plan.residency), layout_of(pack)
-
-    scheduler = PromptScheduler(arguments.pass_tokens, arguments.queue_limit)
-    telemetry = Telemetry(
-        Identity(
-            stage="prefill",
-            model_digest=pack.manifest.model_digest,
-            scheme=pack.scheme.name,
-            context_length=context_length,
-            layers=pack.spec.layers,
-            budget_bytes=arguments.memory_bytes,
-        ),
-        Gauges(
-            queued=lambda: scheduler.queued,
-            running=lambda: engine.running,
-            resident_layers=lambda: len(plan.residency.resident),
-        ),
-    )
-    engine = PrefillEngine(model, layout, scheduler, telemetry, spool_bytes)
-    servicer = PrefillServicer(
-        scheduler,
-        model_digest=pack.manifest.model_digest,
-        layout=layout,
-        vocab_size=pack.spec.vocab_size,
-        context_length=context_length,
-    )
-    engine.start()
-    try:
-        await run_server(
-            Service(
-                name="headrace.v1.PrefillService",
-                register=lambda server: prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server),
-                telemetry=telemetry,
-                on_drain=scheduler.close,
-            ),
-            server_options(arguments),
-        )
-    finally:
-        scheduler.close()
-        engine.join()
-
-
-def _plan(pack: Pack, budget_bytes: int, tokens: int, longest: int, spool_bytes: int) -> MemoryPlan:
-    workspace_bytes = pass_workspace_bytes(pack.spec, pack.scheme.compute_dtype, tokens, longest)
-    demand = Demand(
-        runtime_bytes=measured_runtime_bytes(),
-        outer_bytes=pack.outer_layout.data_bytes,
-        workspace_bytes=workspace_bytes + spool_bytes,
-        layers=pack.spec.layers,
-        layer_bytes=pack.layer_layout.data_bytes,
-    )
-    return plan_memory(budget_bytes, demand)
-
+from prefill_service.service import main  # noqa: E402  torch is loaded here, after the line above
 
 if __name__ == "__main__":
     sys.exit(main())

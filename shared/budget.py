@@ -8,7 +8,7 @@ from shared.metrics import rss_bytes
 from shared.streaming.plan import MemoryPlan, mebibytes
 
 RUNTIME_GROWTH_BYTES = 64 << 20
-"""What the runtime still takes after start: thread stacks, gRPC buffers, kernels' scratch, allocator slack (measured)."""
+"""What the runtime still takes after start: thread stacks, gRPC buffers, kernels' scratch (measured)."""
 
 
 def measured_runtime_bytes() -> int:

@@ -22,38 +22,19 @@ def service_parser(name: str, description: str) -> argparse.ArgumentParser:
     """A parser with the options of every service."""
     parser = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
     parser.add_argument("pack", type=Path, metavar="PACK", help="folder made by `headrace pack`")
-    parser.add_argument(
-        "--memory", default="50%", metavar="SIZE", help="budget of this process: 2GiB, 800MB, 50%% (%(default)s)"
-    )
-    parser.add_argument(
-        "--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="port 0 takes a free one (%(default)s)"
-    )
-    parser.add_argument(
-        "--metrics", default="127.0.0.1:0", metavar="HOST:PORT|off", help="Prometheus endpoint (%(default)s)"
-    )
-    parser.add_argument(
-        "--context-length", type=_positive, metavar="TOKENS", help="longest sequence served (the model's)"
-    )
-    parser.add_argument(
-        "--queue-limit", type=_positive, default=1024, metavar="N", help="most waiting requests (%(default)s)"
-    )
-    parser.add_argument(
-        "--threads", type=_positive, default=os.cpu_count(), metavar="N", help="compute threads (%(default)s)"
-    )
-    parser.add_argument(
-        "--grace",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="time for calls in flight when stopped (%(default)s)",
-    )
-    parser.add_argument("--tls-certificate", type=Path, metavar="PEM")
-    parser.add_argument("--tls-key", type=Path, metavar="PEM")
-    parser.add_argument(
-        "--tls-client-ca", type=Path, metavar="PEM", help="clients must show a certificate signed by it"
-    )
-    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info")
-    parser.add_argument("--exit-with-parent", action="store_true", help="stop when the launching process dies")
+    add = parser.add_argument
+    add("--memory", default="50%", metavar="SIZE", help="budget of this process, as in 2GiB or 800MB (%(default)s)")
+    add("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="port 0 takes a free one (%(default)s)")
+    add("--metrics", default="127.0.0.1:0", metavar="HOST:PORT|off", help="Prometheus endpoint (%(default)s)")
+    add("--context-length", type=positive, metavar="TOKENS", help="longest sequence served (the model's)")
+    add("--queue-limit", type=positive, default=1024, metavar="N", help="most waiting requests (%(default)s)")
+    add("--threads", type=positive, default=os.cpu_count(), metavar="N", help="compute threads (%(default)s)")
+    add("--grace", type=float, default=30.0, metavar="SECONDS", help="for calls in flight when stopped (%(default)s)")
+    add("--tls-certificate", type=Path, metavar="PEM")
+    add("--tls-key", type=Path, metavar="PEM")
+    add("--tls-client-ca", type=Path, metavar="PEM", help="clients must show a certificate signed by it")
+    add("--log-level", choices=LOG_LEVELS, default="info")
+    add("--exit-with-parent", action="store_true", help="stop when the launching process dies")
     return parser
 
 
@@ -97,7 +78,8 @@ async def _serve(serve: Callable[[argparse.Namespace], Awaitable[None]], argumen
     await serve(arguments)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Reads a number of 1 or more."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")

@@ -1,9 +1,21 @@
-"""Tensors as bytes, and back."""
+"""Memory for tensors; tensors as bytes, and back."""
 
 from __future__ import annotations
 
+import mmap
+
 import torch
 from torch import Tensor
+
+
+def aligned_buffer(size_bytes: int) -> Tensor:
+    """Page-aligned memory, uint8 [size_bytes], as O_DIRECT needs it. Its pages count once they are touched."""
+    return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+
+
+def byte_view(tensor: Tensor) -> memoryview:
+    """The memory of a uint8 tensor, for reading into and hashing."""
+    return memoryview(tensor.numpy().data)
 
 
 def to_bytes(tensor: Tensor) -> bytes:

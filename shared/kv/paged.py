@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -15,6 +16,8 @@ from shared.model.spec import ModelSpec
 BLOCK_TOKENS = 16
 SHORT_SEGMENT = 32
 """Segments up to this many new tokens are attended together, padded; longer ones alone."""
+QUERY_ROWS = 8
+"""Query rows of a key/value head are padded to a multiple of this."""
 MOST_PADDING = 2.0
 """Sequences share one attention call while padding at most doubles the keys read."""
 
@@ -23,6 +26,7 @@ class PagedKeyValues:
     """Keys and values of all layers in fixed-size blocks of 16 tokens."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, block_count: int) -> None:
+        self.heads_per_kv = spec.heads // spec.kv_heads
         shape = (spec.layers, block_count * BLOCK_TOKENS, spec.kv_heads, spec.head_dim)
         self.keys = torch.empty(shape, dtype=dtype)
         self.values = torch.empty(shape, dtype=dtype)
@@ -62,7 +66,7 @@ class PagedPass:
             if segment.count > SHORT_SEGMENT
         ]
         short = [(segment, table) for segment, table in pairs if segment.count <= SHORT_SEGMENT]
-        self._groups = [_Group(group) for group in _similar_lengths(short)]
+        self._groups = [_Group(group, pool.heads_per_kv) for group in _similar_lengths(short)]
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Stores the new keys and values in their blocks and attends. See `shared.model.layers.KeyValues`."""
@@ -80,35 +84,42 @@ class PagedPass:
 
 
 class _Group:
-    """Short segments attended in one call, padded to the longest."""
+    """Short segments attended in one call: queries padded to the longest chain, keys to the longest table.
 
-    def __init__(self, pairs: Sequence[tuple[Segment, Sequence[int]]]) -> None:
-        most_new = max(segment.count for segment, _ in pairs)
-        most_seen = max(segment.total for segment, _ in pairs)
-        new, seen = torch.arange(most_new), torch.arange(most_seen)
-        slots = np.zeros((len(pairs), most_seen), np.int64)
-        for row, (segment, table) in zip(slots, pairs, strict=True):
-            row[: segment.total] = token_slots(table, 0, segment.total)
-            row[segment.total :] = row[0]  # padding reads its own sequence: masked, but it must be finite
-        self._slots = torch.from_numpy(slots).flatten()
+    Keys are padded to whole blocks and query rows to a multiple of `QUERY_ROWS`: remainders, which kernels sum in
+    another order, do not occur, so that a result hardly ever depends on chain lengths and neighbours.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[Segment, Sequence[int]]], heads_per_kv: int) -> None:
+        new = max(segment.count for segment, _ in pairs)
+        new += -new % (QUERY_ROWS // math.gcd(QUERY_ROWS, heads_per_kv))
+        blocks = max(-(-segment.total // BLOCK_TOKENS) for segment, _ in pairs)
+        tables = np.zeros((len(pairs), blocks), np.int64)
+        for row, (segment, table) in zip(tables, pairs, strict=True):
+            own = -(-segment.total // BLOCK_TOKENS)
+            row[:own] = table[:own]
+            row[own:] = row[0]  # padding repeats a block of its own: masked, but it must be finite
+        self._blocks = torch.from_numpy(tables).flatten()
         starts, counts, contexts = (
             torch.tensor([getattr(segment, name) for segment, _ in pairs])[:, None]
             for name in ("start", "count", "context")
         )
         # Padded queries repeat the last real one; their results are dropped.
-        self._rows = starts + torch.minimum(new[None], counts - 1)
-        self._mask = seen[None, None] <= (contexts + torch.minimum(new[None], counts - 1))[:, :, None]
-        self._needs_mask = not bool(self._mask.all())
-        self._real = (new[None] < counts).flatten().nonzero().flatten()
+        offsets = torch.minimum(torch.arange(new)[None], counts - 1)
+        self._rows = starts + offsets
+        self._mask = torch.arange(blocks * BLOCK_TOKENS) <= (contexts + offsets)[:, :, None]
+        self._real = (torch.arange(new)[None] < counts).flatten().nonzero().flatten()
         self._real_rows = self._rows.flatten()[self._real]
 
     def attend(self, layer_keys: Tensor, layer_values: Tensor, queries: Tensor, attended: Tensor) -> None:
-        sequences = len(self._rows)
-        keys = layer_keys.index_select(0, self._slots).unflatten(0, (sequences, -1))
-        values = layer_values.index_select(0, self._slots).unflatten(0, (sequences, -1))
-        mask = self._mask if self._needs_mask else None
-        result = grouped_attention(queries[self._rows], keys, values, mask)
+        keys, values = (self._gather(tensor) for tensor in (layer_keys, layer_values))
+        result = grouped_attention(queries[self._rows], keys, values, self._mask)
         attended[self._real_rows] = result.flatten(0, 1)[self._real]
+
+    def _gather(self, layer: Tensor) -> Tensor:
+        """[sequences, padded tokens, kv_heads, head_dim]."""
+        blocks: Tensor = layer.unflatten(0, (-1, BLOCK_TOKENS)).index_select(0, self._blocks)  # type: ignore[no-untyped-call]
+        return blocks.view(len(self._rows), -1, *layer.shape[1:])
 
 
 def token_slots(table: Sequence[int], first: int, count: int) -> np.ndarray:

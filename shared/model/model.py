@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from torch import Tensor
-from torch.nn.functional import linear
 
 from shared.model.batch import TokenBatch
 from shared.model.layers import KeyValues, LayerWeights, decoder_layer, rms_norm
 from shared.model.rotary import rotation
 from shared.pack.reader import Pack
+from shared.quant.products import linear
 from shared.streaming.plan import Residency
 from shared.streaming.stream import LayerStream
 

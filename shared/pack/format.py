@@ -22,6 +22,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shared.model.spec import ModelSpec
 from shared.quant.schemes import Scheme, TensorShape
@@ -110,6 +111,14 @@ class FileLayout:
             yield entry.name, SAFETENSORS_DTYPES[entry.dtype], list(entry.shape), entry.offset, end
         if self.data_bytes > end:
             yield f"pad.{pads}", "U8", [self.data_bytes - end], end, self.data_bytes
+
+
+def bind(buffer: Tensor, layout: FileLayout) -> dict[str, Tensor]:
+    """Views of a buffer, uint8 [data_bytes], as the tensors of a file."""
+    return {
+        entry.name: buffer[entry.offset : entry.offset + entry.size_bytes].view(entry.dtype).view(entry.shape)
+        for entry in layout.entries
+    }
 
 
 def matrix_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:

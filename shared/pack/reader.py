@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import torch
 from torch import Tensor
 
 from shared.errors import ConfigurationError, DataLossError
@@ -17,16 +16,17 @@ from shared.pack.format import (
     CHAT_TEMPLATE_FILE,
     MANIFEST_FILE,
     OUTER_FILE,
-    PAGE,
     TOKENIZER_FILE,
     FileLayout,
     Manifest,
+    bind,
     layer_file_name,
     layer_layout,
     outer_layout,
 )
 from shared.pack.manifest import manifest_from_json
 from shared.quant.schemes import Scheme, scheme_named
+from shared.tensors import aligned_buffer
 
 READ_BYTES = 16 << 20
 
@@ -92,10 +92,7 @@ class Pack:
             for part in _read_into(file, data.numpy().data):
                 digest.update(part)
         self._check_digest(OUTER_FILE, digest.hexdigest())
-        return {
-            entry.name: data[entry.offset : entry.offset + entry.size_bytes].view(entry.dtype).view(entry.shape)
-            for entry in layout.entries
-        }
+        return bind(data, layout)
 
     def tokenizer_json(self) -> str:
         """The tokenizer, as the `tokenizers` library reads it.
@@ -173,13 +170,6 @@ class Pack:
         content = (self.path / path).read_bytes()
         self._check_digest(path, hashlib.sha256(content).hexdigest())
         return content.decode()
-
-
-def aligned_buffer(size_bytes: int) -> Tensor:
-    """An uninitialized buffer, uint8 [size_bytes], that starts on a page boundary."""
-    memory = torch.empty(size_bytes + PAGE, dtype=torch.uint8)
-    start = -memory.data_ptr() % PAGE
-    return memory[start : start + size_bytes]
 
 
 def _manifest_text(path: Path) -> str:

@@ -75,7 +75,7 @@ def _nf4_components(rows: int, columns: int) -> dict[str, TensorShape]:
 
 
 def _nf4_encode(weight: Tensor) -> dict[str, Tensor]:
-    """NormalFloat4 in blocks of 64 (QLoRA, arXiv 2305.14314), with scales rounded to bfloat16 as the kernels use them."""
+    """NormalFloat4 in blocks of 64 (QLoRA, arXiv 2305.14314), scales rounded to bfloat16 as kernels use them."""
     from bitsandbytes.functional import quantize_4bit  # imported late: it costs 120 MB that other schemes do not need
 
     rows, columns = weight.shape

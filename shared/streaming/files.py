@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import mmap
 import os
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from shared.errors import DataLossError, UnavailableError
 from shared.pack.format import FileLayout
+from shared.tensors import byte_view
 
 log = logging.getLogger(__name__)
-
-
-def aligned_buffer(size_bytes: int) -> Tensor:
-    """Page-aligned memory, uint8 [size_bytes], as O_DIRECT needs it. Its pages count once they are touched."""
-    return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
-
-
-def bind(buffer: Tensor, layout: FileLayout) -> dict[str, Tensor]:
-    """Views of a buffer, uint8 [data_bytes], as the tensors of a file."""
-    return {
-        entry.name: buffer[entry.offset : entry.offset + entry.size_bytes].view(entry.dtype).view(entry.shape)
-        for entry in layout.entries
-    }
 
 
 class DataFile:
@@ -58,7 +44,7 @@ class DataFile:
             DataLossError: the file ends early.
             UnavailableError: the disk reports an error.
         """
-        view, done = memoryview(into.numpy()), 0
+        view, done = byte_view(into), 0
         while done < len(view):
             try:
                 count = os.preadv(self._descriptor, [view[done:]], self._data_start + offset + done)
@@ -76,7 +62,7 @@ class DataFile:
             DataLossError: they differ.
         """
         digest = hashlib.sha256(self._layout.header())
-        digest.update(memoryview(data.numpy()))
+        digest.update(byte_view(data))
         if digest.hexdigest() != self._sha256:
             raise DataLossError(f"{self.label} does not match its digest; pack the model again")
 

@@ -83,7 +83,7 @@ def plan_memory(budget_bytes: int, demand: Demand) -> MemoryPlan:
         raise BudgetError(
             f"the memory budget of {mebibytes(budget_bytes)} is too small; the smallest that works is "
             f"{mebibytes(least + (1 << 20) - 1)} (runtime {mebibytes(demand.runtime_bytes)}, outer weights "
-            f"{mebibytes(demand.outer_bytes)}, workspace {mebibytes(demand.workspace_bytes)}, the rest for slots and KV)"
+            f"{mebibytes(demand.outer_bytes)}, workspace {mebibytes(demand.workspace_bytes)}, slots and KV the rest)"
         )
     left = budget_bytes - fixed
     kv_blocks = demand.fewest_kv_blocks

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shared.model.layers import LayerWeights
+from shared.pack.format import bind
 from shared.pack.reader import Pack
-from shared.streaming.files import DataFile, aligned_buffer, bind
+from shared.streaming.files import DataFile
 from shared.streaming.plan import Residency
 from shared.streaming.ring import Ring, Slot
+from shared.tensors import aligned_buffer
 
 
 class LayerStream:
