@@ -35,6 +35,7 @@ EDGE = (
     "shared.server",
     "shared.calls",
     "*_service.__main__",
+    "*_service.service",
     "*_service.servicer",
     "decode_service.requests",
     "decode_service.prefill_client*",
