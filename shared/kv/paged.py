@@ -118,7 +118,7 @@ class _Group:
 
     def _gather(self, layer: Tensor) -> Tensor:
         """[sequences, padded tokens, kv_heads, head_dim]."""
-        blocks: Tensor = layer.unflatten(0, (-1, BLOCK_TOKENS)).index_select(0, self._blocks)  # type: ignore[no-untyped-call]
+        blocks: Tensor = layer.unflatten(0, (-1, BLOCK_TOKENS)).index_select(0, self._blocks)
         return blocks.view(len(self._rows), -1, *layer.shape[1:])
 
 
