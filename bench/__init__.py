@@ -1,0 +1,1 @@
+"""Benchmarks: each prints a table, writes JSON, and compares ratios within one run."""
