@@ -56,9 +56,7 @@ class BatchProgress:
         if "error" in answer:
             self._failed += 1
             error = answer["error"]
-            self._console.print(
-                f"{answer['id']}: {error['status']}: {error['message']}", style="red", markup=False, soft_wrap=True
-            )
+            self._console.print(f"{answer['id']}: {error['status']}: {error['message']}", style="red", markup=False)
         if not self._console.is_terminal and time.monotonic() - self._told_s >= _LINE_EVERY_S:
             self._told_s = time.monotonic()
             self._console.print(self._line(), markup=False)

@@ -14,7 +14,7 @@ from rich.console import Console
 from headrace.errors import ClientError, InputError, InvalidRequest
 from headrace.local import Draft, LocalPlan, LocalServices
 
-messages = Console(stderr=True, highlight=False)
+messages = Console(stderr=True, highlight=False, soft_wrap=True)
 """For what is not a command's result."""
 
 Prefills = Annotated[int, typer.Option(min=1, help="Prefill processes to start.")]
@@ -66,13 +66,15 @@ def running(plan: LocalPlan, logs: bool) -> Iterator[LocalServices]:
     with contextlib.ExitStack() as stack:
         with messages.status(f"starting {names} …"):
             services = stack.enter_context(LocalServices(plan, show_log if logs else None))
-        yield services
-        messages.print(f"stopping {names} …")
+        try:
+            yield services
+        finally:
+            messages.print(f"stopping {names} …")
 
 
 def show_log(service: str, line: str) -> None:
     """Prints a line that a service logged."""
-    messages.print(f"[{service}] {line}", markup=False, soft_wrap=True)
+    messages.print(f"[{service}] {line}", markup=False)
 
 
 @contextlib.contextmanager
@@ -81,12 +83,14 @@ def told_errors(interrupted: str = "interrupted") -> Iterator[None]:
 
     Exit code 2: the command cannot work as given. 1: it failed while running. 130: Ctrl-C or SIGTERM.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     except ClientError as error:
-        messages.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        messages.print(f"error: {error}", style="red", markup=False)
         raise typer.Exit(2 if isinstance(error, InputError | InvalidRequest) else 1) from None
     except KeyboardInterrupt:
-        messages.print(interrupted, markup=False, soft_wrap=True)
+        messages.print(interrupted, markup=False)
         raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)

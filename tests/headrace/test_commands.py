@@ -13,7 +13,9 @@ from typing import Any
 
 import grpc
 import pytest
+from typer.testing import CliRunner
 
+from headrace.cli import app
 from tests.headrace.fake_decode import FakeDecode, echo, failing, hanging, served
 
 
@@ -68,15 +70,15 @@ async def test_batch_exits_with_1_when_a_line_failed(jobs: Path, tmp_path: Path)
         (("--pack", "absent", "--memory", "1GiB"), "absent is no pack"),
         (("--pack", ".", "--memory", "1GiB", "--draft", "self"), "needs a draft pack"),
         (("--target", "localhost"), "has no port"),
-        (("--target", "127.0.0.1:1", "--shift", "soon"), "not a duration"),
+        (("--target", "127.0.0.1:1", "--concurrency", "0"), "--concurrency"),
     ],
 )
-async def test_batch_says_what_is_wrong_with_its_options(
+def test_batch_says_what_is_wrong_with_its_options(
     jobs: Path, tmp_path: Path, arguments: tuple[str, ...], says: str
 ) -> None:
-    code, _, stderr = await run("batch", str(jobs), str(tmp_path / "out.jsonl"), *arguments)
-    assert code == 2
-    assert says in stderr
+    result = CliRunner().invoke(app, ["batch", str(jobs), str(tmp_path / "out.jsonl"), *arguments])
+    assert result.exit_code == 2
+    assert says in result.stderr
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
@@ -130,3 +132,9 @@ async def test_generate_shows_a_chunk_before_the_answer_ends_and_ctrl_c_cancels_
         await fake.cancelled.wait()
     assert process.returncode == 130
     assert b"Traceback" not in stderr
+
+
+async def test_serve_tells_why_a_service_did_not_start(tmp_path: Path) -> None:
+    code, _, stderr = await run("serve", "--pack", str(tmp_path), "--memory", "1GiB")
+    assert code == 1
+    assert "prefill-0 ended before it was ready" in stderr
