@@ -12,6 +12,7 @@ from torch import Tensor
 from shared.model.attention import causal_attention, grouped_attention
 from shared.model.batch import Segment
 from shared.model.spec import ModelSpec
+from shared.tensors import aligned_buffer
 
 BLOCK_TOKENS = 16
 SHORT_SEGMENT = 32
@@ -28,8 +29,7 @@ class PagedKeyValues:
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, block_count: int) -> None:
         self.heads_per_kv = spec.heads // spec.kv_heads
         shape = (spec.layers, block_count * BLOCK_TOKENS, spec.kv_heads, spec.head_dim)
-        self.keys = torch.empty(shape, dtype=dtype)
-        self.values = torch.empty(shape, dtype=dtype)
+        self.keys, self.values = (_finite_memory(shape, dtype) for _ in range(2))
         self._key_bytes, self._value_bytes = (_as_bytes(tensor) for tensor in (self.keys, self.values))
 
     @staticmethod
@@ -142,6 +142,11 @@ def _similar_lengths(
         part.append(pair)
     if part:
         yield part
+
+
+def _finite_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros whose pages count once they are touched. What is masked is multiplied by 0, which no NaN survives."""
+    return aligned_buffer(math.prod(shape) * dtype.itemsize).view(dtype).view(*shape)
 
 
 def _as_bytes(tensor: Tensor) -> np.ndarray:
