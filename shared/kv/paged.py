@@ -145,7 +145,7 @@ def _similar_lengths(
 
 
 def _finite_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros whose pages count once they are touched. What is masked is multiplied by 0, which no NaN survives."""
+    """Zeros, whose pages count once they are touched: what is masked is multiplied by 0, and 0 × NaN is NaN."""
     return aligned_buffer(math.prod(shape) * dtype.itemsize).view(dtype).view(*shape)
 
 
