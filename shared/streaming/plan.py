@@ -77,8 +77,9 @@ def plan_memory(budget_bytes: int, demand: Demand) -> MemoryPlan:
         BudgetError: even the least does not fit; the message names the smallest budget that works.
     """
     fixed = demand.runtime_bytes + demand.outer_bytes + demand.draft_bytes + demand.workspace_bytes
-    least = fixed + min(FEWEST_SLOTS, demand.layers) * demand.layer_bytes
-    least += demand.fewest_kv_blocks * demand.kv_block_bytes
+    slots_bytes = min(FEWEST_SLOTS, demand.layers) * demand.layer_bytes
+    fewest_kv_bytes = demand.fewest_kv_blocks * demand.kv_block_bytes
+    least = fixed + slots_bytes + fewest_kv_bytes
     if budget_bytes < least:
         raise BudgetError(
             f"the memory budget of {mebibytes(budget_bytes)} is too small; the smallest that works is "
@@ -86,13 +87,11 @@ def plan_memory(budget_bytes: int, demand: Demand) -> MemoryPlan:
             f"{mebibytes(demand.outer_bytes)}, workspace {mebibytes(demand.workspace_bytes)}, slots and KV the rest)"
         )
     left = budget_bytes - fixed
-    kv_blocks = demand.fewest_kv_blocks
-    if demand.kv_block_bytes:
-        kv_blocks = _clamp(left // 2 // demand.kv_block_bytes, demand.fewest_kv_blocks, demand.most_kv_blocks)
-        while left - kv_blocks * demand.kv_block_bytes < FEWEST_SLOTS * demand.layer_bytes:
-            kv_blocks -= 1
-    residency = _residency((left - kv_blocks * demand.kv_block_bytes) // demand.layer_bytes, demand.layers)
+    # Layers and KV divide bytes, not blocks: otherwise a slightly larger budget, by one block more, could cost a layer.
+    kv_bytes = _clamp(left // 2, fewest_kv_bytes, demand.most_kv_blocks * demand.kv_block_bytes)
+    residency = _residency(max(left - kv_bytes, slots_bytes) // demand.layer_bytes, demand.layers)
     left -= (len(residency.resident) + residency.slots) * demand.layer_bytes
+    kv_blocks = demand.fewest_kv_blocks
     if demand.kv_block_bytes:
         kv_blocks = _clamp(left // demand.kv_block_bytes, kv_blocks, demand.most_kv_blocks)
     return MemoryPlan(budget_bytes, demand, residency, kv_blocks)
