@@ -65,8 +65,8 @@ def _layer_tensors(source: Source, layer: int, scheme: Scheme, digests: EncodedD
             for suffix, tensor in components.items():
                 digests[f"layers.{layer}.{part}.{suffix}"] = encoded_digest(tensor)
             encoded.append(components)
-        for suffix in encoded[0]:
-            yield f"{stored}.{suffix}", [components[suffix] for components in encoded]
+        for suffix, tensor in scheme.fuse(encoded).items():
+            yield f"{stored}.{suffix}", [tensor]
         if has_bias(source.spec, stored):
             yield f"{stored}.bias", [in_compute_dtype(f"{part}.bias") for part in parts]
 

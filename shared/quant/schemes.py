@@ -3,17 +3,19 @@
 A scheme fixes the mathematics: what is stored, the dtype of scales, the precision of activations. The formats are those
 of bitsandbytes (`SCB` and `weight` for int8, `weight` and `weight.absmax` for 4 bit), so packs are exchangeable.
 
-| scheme | stored for a matrix of `out` rows and `in` columns          | activations                        |
-|--------|--------------------------------------------------------------|------------------------------------|
-| fp32   | `weight` float32 [out, in]                                    | float32                            |
-| bf16   | `weight` bfloat16 [out, in]                                   | bfloat16                           |
-| int8   | `weight` int8 [out, in], `SCB` float32 [out] (row maxima)     | bfloat16, int8 per row in products |
-| nf4    | `weight` uint8 [out, in/2], `weight.absmax` bf16 [out, in/64] | bfloat16                           |
+| scheme | stored for a matrix of `out` rows and `in` columns          | activations                           |
+|--------|--------------------------------------------------------------|---------------------------------------|
+| fp32   | `weight` float32 [out, in]                                    | float32                               |
+| bf16   | `weight` bfloat16 [out, in]                                   | bfloat16                              |
+| int8   | `weight` int8 [out, in], `SCB` float32 [out] (row maxima)     | bfloat16, 16 bits per row in products |
+| nf4    | `weight` uint8 [out, in/2], `weight.absmax` bf16 [in/64, out] | bfloat16                              |
+
+nf4 lies as bitsandbytes' CPU kernel wants it: 32 rows interleaved, scales transposed (`products.nf4`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,10 +38,11 @@ class Scheme:
     compute_dtype: torch.dtype
     """Dtype of activations, norms, biases, outer weights and KV."""
     components: Callable[[int, int], dict[str, TensorShape]]
-    """(rows, columns) -> component suffix -> dtype and shape. Every component has one leading entry per row, so
-    matrices that read the same input are fused by concatenating components."""
+    """(rows, columns) -> component suffix -> dtype and shape as stored."""
     encode: Callable[[Tensor], dict[str, Tensor]]
-    """A float32 matrix [out, in] -> its components."""
+    """A float32 matrix [out, in] -> its encoded values, one leading entry per row; the model digest is over these."""
+    fuse: Callable[[Sequence[Mapping[str, Tensor]]], dict[str, Tensor]]
+    """Encoded matrices that read the same input -> the components of one stored matrix, rows after rows."""
     product: Callable[[Tensor, Mapping[str, Tensor]], Tensor]
     """(x [rows, in] in `compute_dtype`, components) -> x @ weight.T, [rows, out] in `compute_dtype`."""
 
@@ -50,6 +53,10 @@ def _dense_components(dtype: torch.dtype) -> Callable[[int, int], dict[str, Tens
 
 def _dense_encode(dtype: torch.dtype) -> Callable[[Tensor], dict[str, Tensor]]:
     return lambda weight: {"weight": weight.to(dtype).contiguous()}
+
+
+def _stack_rows(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {suffix: torch.cat([part[suffix] for part in parts]) for suffix in parts[0]}
 
 
 def _int8_components(rows: int, columns: int) -> dict[str, TensorShape]:
@@ -68,15 +75,20 @@ def _nf4_components(rows: int, columns: int) -> dict[str, TensorShape]:
         raise UnsupportedModelError(
             f"nf4 needs matrices with a multiple of {NF4_BLOCK} columns, found {columns}; use int8 or bf16"
         )
+    if rows % products.NF4_ROW_GROUP:
+        raise UnsupportedModelError(
+            f"nf4 needs matrices with a multiple of {products.NF4_ROW_GROUP} rows, found {rows}; use int8 or bf16"
+        )
     return {
         "weight": (torch.uint8, (rows, columns // 2)),
-        "weight.absmax": (torch.bfloat16, (rows, columns // NF4_BLOCK)),
+        "weight.absmax": (torch.bfloat16, (columns // NF4_BLOCK, rows)),
     }
 
 
 def _nf4_encode(weight: Tensor) -> dict[str, Tensor]:
     """NormalFloat4 in blocks of 64 (QLoRA, arXiv 2305.14314), scales rounded to bfloat16 as kernels use them."""
-    from bitsandbytes.functional import quantize_4bit  # imported late: it costs 120 MB that other schemes do not need
+    products.load_bitsandbytes()
+    from bitsandbytes.functional import quantize_4bit
 
     rows, columns = weight.shape
     _nf4_components(rows, columns)
@@ -84,6 +96,14 @@ def _nf4_encode(weight: Tensor) -> dict[str, Tensor]:
     return {
         "weight": codes.view(rows, columns // 2),
         "weight.absmax": state.absmax.view(rows, columns // NF4_BLOCK).to(torch.bfloat16),
+    }
+
+
+def _nf4_fuse(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    rows = _stack_rows(parts)
+    return {
+        "weight": products.nf4_interleave(rows["weight"]),
+        "weight.absmax": rows["weight.absmax"].t().contiguous(),
     }
 
 
@@ -95,6 +115,7 @@ SCHEMES: Mapping[str, Scheme] = {
             torch.float32,
             _dense_components(torch.float32),
             _dense_encode(torch.float32),
+            _stack_rows,
             products.dense,
         ),
         Scheme(
@@ -102,10 +123,11 @@ SCHEMES: Mapping[str, Scheme] = {
             torch.bfloat16,
             _dense_components(torch.bfloat16),
             _dense_encode(torch.bfloat16),
+            _stack_rows,
             products.dense,
         ),
-        Scheme("int8", torch.bfloat16, _int8_components, _int8_encode, products.int8),
-        Scheme("nf4", torch.bfloat16, _nf4_components, _nf4_encode, products.nf4),
+        Scheme("int8", torch.bfloat16, _int8_components, _int8_encode, _stack_rows, products.int8),
+        Scheme("nf4", torch.bfloat16, _nf4_components, _nf4_encode, _nf4_fuse, products.nf4),
     )
 }
 
