@@ -60,8 +60,8 @@ def test_the_safetensors_library_reads_every_file_and_finds_the_encoded_values(
             assert torch.equal(stored[f"{norm}.weight"], expected)
         for name, parts in FUSED.items():
             encoded = [kind.encode(source.layer_tensor(layer, f"{part}.weight")) for part in parts]
-            for suffix in encoded[0]:
-                assert torch.equal(stored[f"{name}.{suffix}"], torch.cat([part[suffix] for part in encoded]))
+            for suffix, fused in kind.fuse(encoded).items():
+                assert torch.equal(stored[f"{name}.{suffix}"], fused)
             biases = [source.layer_tensor(layer, f"{part}.bias") for part in parts]
             assert torch.equal(stored[f"{name}.bias"], torch.cat(biases).to(kind.compute_dtype))
     outer = load_file(path / "outer.safetensors")
