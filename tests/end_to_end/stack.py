@@ -1,0 +1,238 @@
+"""Both services inside the test's process: the real parts on loopback, at sizes that a test chooses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from decode_service.drafts import DraftPack, build_draft
+from decode_service.engine import DecodeEngine
+from decode_service.prefill_client import PrefillClient
+from decode_service.requests import RequestReader
+from decode_service.scheduler import DecodeScheduler
+from decode_service.servicer import DecodeServicer
+from decode_service.text.tokenizer import Tokenizer
+from headrace.client import AsyncClient
+from headrace.retry import RetryPolicy
+from headrace.types import Completion
+from headrace.v1 import decode_pb2_grpc, prefill_pb2_grpc
+from prefill_service.engine import PrefillEngine
+from prefill_service.scheduler import PromptScheduler
+from prefill_service.servicer import PrefillServicer
+from shared.blocks import BlockPool
+from shared.config import Address
+from shared.kv.layout import layout_of
+from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues
+from shared.metrics import Gauges, Identity, Telemetry
+from shared.model.model import Model
+from shared.pack.reader import Pack
+from shared.server import ANY_LOOPBACK_PORT, RunningServer, ServerOptions, Service, serving
+from shared.streaming.plan import Residency
+
+ONE_TRY = RetryPolicy(attempts=1)
+"""The client's own retries would hide what a service answers."""
+
+PATIENCE_S = 60.0
+"""For conditions that come true in milliseconds unless something is broken."""
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A prefill replica in this process."""
+
+    server: RunningServer
+    scheduler: PromptScheduler
+    engine: PrefillEngine
+    telemetry: Telemetry
+
+    @property
+    def address(self) -> str:
+        return str(self.server.address)
+
+
+@dataclass(frozen=True)
+class Decode:
+    """A decode replica in this process, and a client of it that never retries."""
+
+    server: RunningServer
+    scheduler: DecodeScheduler
+    telemetry: Telemetry
+    client: AsyncClient
+    stub: Any
+    """The bare gRPC stub, for requests that the client would refuse itself."""
+
+    @property
+    def address(self) -> str:
+        return str(self.server.address)
+
+    async def idle(self) -> None:
+        """Waits until no request holds anything, and checks every block."""
+        await until(lambda: not (self.scheduler.running or self.scheduler.queued or self.scheduler.blocks_used))
+        (status,) = await self.client.status()
+        assert (status.kv_blocks_used, status.running, status.queued) == (0, 0, 0)
+        self.scheduler.check_integrity()
+
+
+def everything(pack: Pack) -> Residency:
+    """All layers stay in memory."""
+    return Residency(frozenset(range(pack.spec.layers)), slots=0)
+
+
+def quarter(pack: Pack) -> Residency:
+    """A quarter of the layers' bytes: all of it slots where layers are few."""
+    layers = pack.spec.layers
+    return Residency(frozenset(range(1, layers, 4)), slots=2)
+
+
+@asynccontextmanager
+async def prefill_replica(
+    path: Path,
+    *,
+    residency: Callable[[Pack], Residency] = everything,
+    pass_tokens: int = 2048,
+    queue_limit: int = 1024,
+    spool_bytes: int = 64 << 20,
+    address: Address = ANY_LOOPBACK_PORT,
+    computes: bool = True,
+) -> AsyncIterator[Prefill]:
+    """Serves a pack's prefill while the context is open.
+
+    Args:
+        computes: false leaves prompts waiting for ever.
+    """
+    pack = Pack.open(path)
+    scheduler = PromptScheduler(pass_tokens, queue_limit)
+    telemetry = _telemetry("prefill", pack, Gauges(queued=lambda: scheduler.queued, running=lambda: engine.running))
+    engine = PrefillEngine(Model(pack, residency(pack)), layout_of(pack), scheduler, telemetry, spool_bytes)
+    servicer = PrefillServicer(
+        scheduler,
+        model_digest=pack.manifest.model_digest,
+        layout=layout_of(pack),
+        vocab_size=pack.spec.vocab_size,
+        context_length=pack.spec.context_length,
+    )
+    service = Service(
+        name="headrace.v1.PrefillService",
+        register=lambda server: prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server),
+        telemetry=telemetry,
+        on_drain=scheduler.close,
+    )
+    if computes:
+        engine.start()
+    try:
+        async with serving(service, ServerOptions(address=address)) as server:
+            yield Prefill(server, scheduler, engine, telemetry)
+    finally:
+        scheduler.close()
+        if computes:
+            await asyncio.to_thread(engine.join)
+
+
+@asynccontextmanager
+async def decode_replica(
+    path: Path,
+    *prefills: str,
+    residency: Callable[[Pack], Residency] = everything,
+    draft: str = "none",
+    draft_pack: Path | None = None,
+    draft_length: int = 4,
+    batch: int = 16,
+    kv_blocks: int = 1024,
+    queue_limit: int = 1024,
+    unread_limit: int = 256,
+) -> AsyncIterator[Decode]:
+    """Serves a pack's decode, with those prefill replicas, while the context is open."""
+    pack = Pack.open(path)
+    model = Model(pack, residency(pack))
+    kv = PagedKeyValues(pack.spec, model.dtype, kv_blocks)
+    built = build_draft(draft, DraftPack.open(draft, draft_pack, pack), model, kv, kv_blocks)
+    scheduler = DecodeScheduler(
+        BlockPool(kv_blocks, BLOCK_TOKENS), batch_limit=batch, queue_limit=queue_limit, unread_limit=unread_limit
+    )
+    gauges = Gauges(
+        queued=lambda: scheduler.queued,
+        running=lambda: scheduler.running,
+        kv_blocks_used=lambda: scheduler.blocks_used,
+        kv_blocks=lambda: kv_blocks,
+    )
+    telemetry = _telemetry("decode", pack, gauges)
+    prefill = PrefillClient(
+        list(prefills),
+        model_digest=pack.manifest.model_digest,
+        layout=layout_of(pack),
+        hidden_size=pack.spec.hidden_size,
+    )
+    servicer = DecodeServicer(_reader(pack), scheduler, prefill, kv, telemetry, pack.manifest.model_digest)
+    engine = DecodeEngine(model, kv, built, scheduler, telemetry, draft_length)
+    service = Service(
+        name="headrace.v1.DecodeService",
+        register=lambda server: decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server),
+        telemetry=telemetry,
+        on_drain=scheduler.close,
+    )
+    engine.start()
+    try:
+        async with (
+            serving(service, ServerOptions()) as server,
+            AsyncClient(str(server.address), retry=ONE_TRY) as client,
+            grpc.aio.insecure_channel(str(server.address)) as channel,
+        ):
+            stub = decode_pb2_grpc.DecodeServiceStub(channel)
+            yield Decode(server, scheduler, telemetry, client, stub)
+    finally:
+        scheduler.close()
+        await asyncio.to_thread(engine.join)
+        await prefill.close()
+
+
+@asynccontextmanager
+async def services(
+    path: Path, *, residency: Callable[[Pack], Residency] = everything, **options: Any
+) -> AsyncIterator[Decode]:
+    """One prefill and one decode replica of a pack; options are those of `decode_replica`."""
+    async with (
+        prefill_replica(path, residency=residency) as prefill,
+        decode_replica(path, prefill.address, residency=residency, **options) as decode,
+    ):
+        yield decode
+
+
+async def answers(client: AsyncClient, requests: Sequence[dict[str, Any]], *, at_once: bool) -> list[Completion]:
+    """Whole answers, asked for all at once or one after another."""
+    if at_once:
+        return list(await asyncio.gather(*(client.complete(**request) for request in requests)))
+    return [await client.complete(**request) for request in requests]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Waits for a condition of another thread or process, which there is no event for."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+def _reader(pack: Pack) -> RequestReader:
+    return RequestReader(
+        Tokenizer(pack.tokenizer_json(), pack.chat_template(), pack.manifest.special_tokens),
+        vocab_size=pack.spec.vocab_size,
+        context_length=pack.spec.context_length,
+        end_token_ids=frozenset(pack.manifest.end_token_ids),
+    )
+
+
+def _telemetry(stage: Any, pack: Pack, gauges: Gauges) -> Telemetry:
+    identity = Identity(
+        stage=stage,
+        model_digest=pack.manifest.model_digest,
+        scheme=pack.scheme.name,
+        context_length=pack.spec.context_length,
+        layers=pack.spec.layers,
+        budget_bytes=1 << 30,
+    )
+    return Telemetry(identity, gauges)

@@ -1,0 +1,129 @@
+"""One answer, however it is computed: by transformers, without services, with drafts, streamed, alone, in a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from decode_service.sampling import SamplingParams
+from shared.pack.reader import Pack
+from shared.streaming.plan import Residency
+from tests.conftest import TinyCheckpoint, TinyPack
+from tests.end_to_end.conftest import SchemePack
+from tests.end_to_end.reference import plain_answer, transformers_greedy, transformers_model
+from tests.end_to_end.stack import answers, everything, quarter, services
+
+MAX_TOKENS = 40
+SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9}
+
+Placement = Callable[[Pack], Residency]
+PLACEMENTS = pytest.mark.parametrize("residency", [everything, quarter], ids=["resident", "streamed"])
+DRAFTS = pytest.mark.parametrize("draft", ["none", "ngram", "truncated", "stranger"])
+
+
+def greedy_requests(prompts: list[list[int]]) -> list[dict[str, Any]]:
+    return [{"token_ids": prompt, "max_tokens": MAX_TOKENS} for prompt in prompts]
+
+
+def sampled_requests(prompts: list[list[int]]) -> list[dict[str, Any]]:
+    return [request | SAMPLING | {"seed": 7 + seed} for seed, request in enumerate(greedy_requests(prompts))]
+
+
+def sampling_params(seed: int) -> SamplingParams:
+    """The same, as it arrives: the protos carry single precision."""
+    temperature, top_p = (float(np.float32(SAMPLING[name])) for name in ("temperature", "top_p"))
+    return SamplingParams(temperature=temperature, top_p=top_p, seed=seed)
+
+
+@pytest.fixture(scope="session")
+def greedy(checkpoint: Path, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    """The answers of transformers' own `generate`."""
+    model = transformers_model(checkpoint)
+    return [transformers_greedy(model, prompt, MAX_TOKENS) for prompt in prompts]
+
+
+@pytest.fixture(scope="session")
+def sampled(target_pack: SchemePack, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    """The answers of one process without services, drafts and neighbours."""
+    path = target_pack("fp32")
+    return [
+        plain_answer(path, everything(Pack.open(path)), prompt, MAX_TOKENS, sampling_params(7 + seed))[0]
+        for seed, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.fixture
+def drafting(draft: str, truncated_pack: SchemePack, stranger_pack: SchemePack) -> dict[str, Any]:
+    """Options that make a decode service draft so."""
+    packs = {"truncated": truncated_pack, "stranger": stranger_pack}
+    return {"draft": "model", "draft_pack": packs[draft]("fp32")} if draft in packs else {"draft": draft}
+
+
+@PLACEMENTS
+def test_one_process_without_services_answers_as_transformers_does(
+    target_pack: SchemePack, prompts: list[list[int]], greedy: list[tuple[int, ...]], residency: Placement
+) -> None:
+    path = target_pack("fp32")
+    assert [plain_answer(path, residency(Pack.open(path)), prompt, MAX_TOKENS)[0] for prompt in prompts] == greedy
+
+
+@PLACEMENTS
+@DRAFTS
+async def test_two_services_answer_the_same_alone_and_in_a_batch_greedy_and_sampled(
+    target_pack: SchemePack,
+    prompts: list[list[int]],
+    greedy: list[tuple[int, ...]],
+    sampled: list[tuple[int, ...]],
+    drafting: dict[str, Any],
+    residency: Placement,
+) -> None:
+    expected = greedy + sampled
+    requests = greedy_requests(prompts) + sampled_requests(prompts)
+    async with services(target_pack("fp32"), residency=residency, **drafting) as decode:
+        alone = await answers(decode.client, requests[::2], at_once=False)
+        eight = await answers(decode.client, requests[:8], at_once=True)
+        mixed = await answers(decode.client, requests, at_once=True)
+        await decode.idle()
+        totals = decode.telemetry.totals
+    assert [answer.token_ids for answer in alone] == expected[::2]
+    assert [answer.token_ids for answer in eight] == greedy
+    assert [answer.token_ids for answer in mixed] == expected
+    assert (totals.accepted_tokens > 0) == (drafting["draft"] != "none")
+    assert (totals.streamed_bytes > 0) == (residency is quarter)
+    assert totals.batched_requests > totals.passes
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"tied": False},
+        {"attention_bias": True, "mlp_bias": True},
+        {"kv_heads": 1},
+        {"kv_heads": 4, "head_dim": 32},
+        {"layers": 9, "hidden": 128},
+    ],
+    ids=["untied", "biases", "one kv head", "wide heads", "nine layers"],
+)
+async def test_every_shape_of_model_answers_as_transformers_does(
+    tiny_model: TinyCheckpoint, tiny_pack: TinyPack, prompts: list[list[int]], model: dict[str, Any]
+) -> None:
+    oracle = transformers_model(tiny_model(**model))
+    async with services(tiny_pack("fp32", **model), residency=quarter, draft="ngram") as decode:
+        got = await answers(decode.client, greedy_requests(prompts), at_once=True)
+        await decode.idle()
+    expected = [transformers_greedy(oracle, prompt, MAX_TOKENS) for prompt in prompts]
+    assert [answer.token_ids for answer in got] == expected
+
+
+async def test_a_tiny_batch_limit_and_few_blocks_change_the_order_of_work_and_no_answer(
+    target_pack: SchemePack, prompts: list[list[int]], greedy: list[tuple[int, ...]], sampled: list[tuple[int, ...]]
+) -> None:
+    requests = greedy_requests(prompts) + sampled_requests(prompts)
+    async with services(target_pack("fp32"), draft="ngram", batch=2, kv_blocks=22) as decode:
+        got = await answers(decode.client, requests, at_once=True)
+        await decode.idle()
+    assert [answer.token_ids for answer in got] == greedy + sampled
