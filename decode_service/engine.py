@@ -15,6 +15,7 @@ from decode_service.sequence import Sequence
 from decode_service.speculation.acceptance import accept
 from decode_service.speculation.draft import Draft
 from shared.errors import HeadraceError
+from shared.health import EngineHealth
 from shared.kv.paged import PagedKeyValues
 from shared.metrics import Telemetry
 from shared.model.batch import TokenBatch
@@ -49,7 +50,14 @@ class DecodeEngine:
         self._draft_length = draft_length
         self._thread = threading.Thread(target=self._run, name="decode-engine", daemon=True)
 
+    @property
+    def health(self) -> EngineHealth:
+        """Whether passes succeed."""
+        return self._model.health
+
     def start(self) -> None:
+        """Starts the engine's thread."""
+        self.health.watch(self._thread)
         self._thread.start()
 
     def join(self) -> None:
@@ -59,9 +67,13 @@ class DecodeEngine:
 
     def _run(self) -> None:
         with torch.inference_mode():
-            while batch := self._scheduler.next_batch():
+            while (batch := self._scheduler.next_batch(self.health.retry_s)) is not None:
                 try:
-                    self._step(batch)
+                    with self.health.working():
+                        if batch:
+                            self._step(batch)
+                        else:
+                            self._model.probe()
                 except Exception as error:
                     self._fail(batch, error)
                 finally:

@@ -105,8 +105,12 @@ class DecodeScheduler:
                 self._admit()
             self._changed.notify()
 
-    def next_batch(self) -> list[Sequence]:
-        """Waits for sequences that can go on, and takes up to `batch_limit`; empty once closed and all have ended."""
+    def next_batch(self, timeout_s: float | None = None) -> list[Sequence] | None:
+        """Waits for sequences that can go on, and takes up to `batch_limit`.
+
+        Returns:
+            The sequences; none after `timeout_s` without any; None once closed and all have ended.
+        """
         with self._changed:
             while True:
                 ready = [sequence for sequence in self._running if sequence.outlet.pending <= self._unread_limit]
@@ -119,8 +123,9 @@ class DecodeScheduler:
                         self._running.append(sequence)
                     return batch
                 if self._closed and not (self._running or self._prefilling or self._waiting):
+                    return None
+                if not self._changed.wait(STALLED_POLL_S if self._running else timeout_s) and not self._running:
                     return []
-                self._changed.wait(STALLED_POLL_S if self._running else None)
 
     def pass_done(self, batch: list[Sequence]) -> None:
         """The engine has let go of a batch: those that have ended give their blocks back."""

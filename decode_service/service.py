@@ -101,6 +101,7 @@ async def serve(arguments: argparse.Namespace) -> None:
                 name="headrace.v1.DecodeService",
                 register=lambda server: decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server),
                 telemetry=telemetry,
+                is_healthy=lambda: engine.health.healthy,
                 on_drain=scheduler.close,
             ),
             server_options(arguments),

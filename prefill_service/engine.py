@@ -11,6 +11,7 @@ from torch import Tensor
 
 from prefill_service.scheduler import PromptJob, PromptScheduler
 from shared.errors import CapacityError, HeadraceError
+from shared.health import EngineHealth
 from shared.kv.handoff import KvLayout, PrefillOutcome, frames_of_layer
 from shared.kv.prompt import PromptKeyValues
 from shared.metrics import Telemetry
@@ -41,7 +42,14 @@ class PrefillEngine:
         self.running = 0
         """Prompts in the current pass."""
 
+    @property
+    def health(self) -> EngineHealth:
+        """Whether passes succeed."""
+        return self._model.health
+
     def start(self) -> None:
+        """Starts the engine's thread."""
+        self.health.watch(self._thread)
         self._thread.start()
 
     def join(self) -> None:
@@ -51,10 +59,14 @@ class PrefillEngine:
 
     def _run(self) -> None:
         with torch.inference_mode():
-            while batch := self._scheduler.next_batch():
+            while (batch := self._scheduler.next_batch(self.health.retry_s)) is not None:
                 self.running = len(batch)
                 try:
-                    self._run_pass(batch)
+                    with self.health.working():
+                        if batch:
+                            self._run_pass(batch)
+                        else:
+                            self._model.probe()
                 except Exception as error:
                     self._fail(batch, error)
                 finally:

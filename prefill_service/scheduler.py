@@ -69,10 +69,16 @@ class PromptScheduler:
             if job in self._waiting:
                 self._waiting.remove(job)
 
-    def next_batch(self) -> list[PromptJob]:
-        """Waits for prompts, and takes the oldest that fit a pass together; empty once closed and nothing waits."""
+    def next_batch(self, timeout_s: float | None = None) -> list[PromptJob] | None:
+        """Waits for prompts, and takes the oldest that fit a pass together.
+
+        Returns:
+            The prompts; none after `timeout_s` without any; None once closed and nothing waits.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
+            self._changed.wait_for(lambda: self._waiting or self._closed, timeout_s)
+            if self._closed and not self._waiting:
+                return None
             batch: list[PromptJob] = []
             tokens = 0
             while self._waiting and (not batch or tokens + len(self._waiting[0].token_ids) <= self._pass_tokens):

@@ -75,6 +75,7 @@ async def serve(arguments: argparse.Namespace) -> None:
                 name="headrace.v1.PrefillService",
                 register=lambda server: prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server),
                 telemetry=telemetry,
+                is_healthy=lambda: engine.health.healthy,
                 on_drain=scheduler.close,
             ),
             server_options(arguments),

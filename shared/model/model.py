@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
+from shared.health import EngineHealth
 from shared.model.batch import TokenBatch
 from shared.model.layers import KeyValues, LayerWeights, decoder_layer, rms_norm
 from shared.model.rotary import rotation
@@ -34,6 +35,8 @@ class Model:
         self._final_norm = self.outer["final_norm.weight"]
         self._output = self.outer.get("output.weight", self._embedding)
         self._stream = LayerStream(pack, residency)
+        self.health = EngineHealth()
+        """Of the engine that runs this model."""
 
     @property
     def streamed_bytes(self) -> int:
@@ -46,7 +49,18 @@ class Model:
 
     def walk(self) -> Iterator[tuple[int, LayerWeights]]:
         """Every layer in order, for one pass; see `LayerStream.walk`."""
-        return self._stream.walk()
+        for layer, weights in self._stream.walk():
+            self.health.progress()
+            yield layer, weights
+
+    def probe(self) -> None:
+        """Reads every streamed layer once, to see whether that works.
+
+        Raises:
+            DataLossError, UnavailableError: it does not.
+        """
+        for _ in self.walk():
+            pass
 
     def forward(self, batch: TokenBatch, kv: KeyValues) -> Tensor:
         """A whole pass; returns the last layer's output for every token, [tokens, hidden_size]."""

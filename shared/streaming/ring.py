@@ -63,13 +63,18 @@ class Ring:
         Each file's digest is verified when it is first read.
 
         Raises:
-            DataLossError, UnavailableError: the layer could not be read as it was packed; rewind before going on.
+            DataLossError, UnavailableError: the layer cannot be read as it was packed. The next call starts again from
+                the first file, and reads it then: by that time the fault may be gone.
         """
+        if not self._in_flight:
+            self._fill()
         ticket = self._in_flight[0]
-        self.bytes_read += sum(read.result() for read in ticket.reads)
-        if ticket.file not in self._verified:
-            ticket.file.verify(ticket.slot.buffer)
-            self._verified.add(ticket.file)
+        try:
+            self.bytes_read += sum(read.result() for read in ticket.reads)
+            self._verify(ticket)
+        except Exception:
+            self._abandon()
+            raise
         self._in_flight.popleft()
         return ticket.slot
 
@@ -79,12 +84,7 @@ class Ring:
 
     def rewind(self) -> None:
         """Abandons what is on its way, and what is taken, and starts again from the first file."""
-        for ticket in self._in_flight:
-            for read in ticket.reads:
-                read.cancel()
-            wait(ticket.reads)
-        self._in_flight.clear()
-        self._next = 0
+        self._abandon()
         self._fill()
 
     def close(self) -> None:
@@ -92,6 +92,19 @@ class Ring:
         self._readers.shutdown(wait=True, cancel_futures=True)
         for file in self._files:
             file.close()
+
+    def _verify(self, ticket: _Ticket) -> None:
+        if ticket.file not in self._verified:
+            ticket.file.verify(ticket.slot.buffer)
+            self._verified.add(ticket.file)
+
+    def _abandon(self) -> None:
+        for ticket in self._in_flight:
+            for read in ticket.reads:
+                read.cancel()
+            wait(ticket.reads)
+        self._in_flight.clear()
+        self._next = 0
 
     def _fill(self) -> None:
         for slot in self._slots:

@@ -40,12 +40,11 @@ class LayerStream:
     def walk(self) -> Iterator[tuple[int, LayerWeights]]:
         """One pass: every layer in order. A layer's weights are valid until the next one is asked for.
 
-        A walk that is left early (an error, or nobody waits for it any more) starts the ring again.
+        A walk that is left early (nobody waits for it any more) starts the ring again.
 
         Raises:
             DataLossError, UnavailableError: a layer cannot be read as it was packed; the next walk retries.
         """
-        finished = False
         try:
             for layer in range(self._layers):
                 if layer in self._resident:
@@ -54,10 +53,10 @@ class LayerStream:
                     slot = self._ring.take()
                     yield layer, slot.weights
                     self._ring.give_back(slot)
-            finished = True
-        finally:
-            if self._ring and not finished:
+        except GeneratorExit:
+            if self._ring:
                 self._ring.rewind()
+            raise
 
     def close(self) -> None:
         """Stops reading ahead."""
