@@ -31,13 +31,14 @@ class PrefillEngine:
         """Prepares the engine.
 
         Args:
-            spool_bytes: most KV that may wait for one slow caller.
+            spool_bytes: most KV that may wait for slow callers, all together.
         """
         self._model = model
         self._layout = layout
         self._scheduler = scheduler
         self._telemetry = telemetry
         self._spool_bytes = spool_bytes
+        self._unsent: list[PromptJob] = []
         self._thread = threading.Thread(target=self._run, name="prefill-engine", daemon=True)
         self.running = 0
         """Prompts in the current pass."""
@@ -86,6 +87,8 @@ class PrefillEngine:
                 self._send_layer(job, layer, *kv.of(segment))
         elapsed_s = time.monotonic() - started_s
         for job, hidden in zip(jobs, current.last_hidden if jobs else (), strict=True):
+            if job.cancelled:
+                continue
             queue_ms = (started_s - job.arrived_s) * 1e3
             job.outlet.put(
                 PrefillOutcome(to_bytes(hidden), job.frame_count, queue_ms, elapsed_s * 1e3, prompts, tokens)
@@ -99,15 +102,25 @@ class PrefillEngine:
         )
 
     def _send_layer(self, job: PromptJob, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Hands one layer's KV to the caller's stream; a caller that reads too slowly loses this request only."""
+        """Hands one layer's KV to the caller's stream."""
+        if job.cancelled:
+            return
         for frame in frames_of_layer(self._layout, layer, job.frame_count, to_bytes(keys), to_bytes(values)):
             job.outlet.put(frame, frame.size_bytes)
             job.frame_count += 1
-        if job.outlet.pending > self._spool_bytes and not job.cancelled:
-            job.cancelled = True
-            job.outlet.close(
-                CapacityError(f"{job.outlet.pending} bytes of KV wait for a caller that reads too slowly; read faster")
+        self._unsent = [other for other in self._unsent if other.outlet.pending and other is not job] + [job]
+        self._bound_spool()
+
+    def _bound_spool(self) -> None:
+        """Where too much KV waits, the caller that is furthest behind loses its request; the others lose nothing."""
+        while sum(job.outlet.pending for job in self._unsent) > self._spool_bytes:
+            slowest = max(self._unsent, key=lambda job: job.outlet.pending)
+            waiting_bytes = slowest.outlet.pending
+            slowest.cancelled = True
+            slowest.outlet.drop(
+                CapacityError(f"{waiting_bytes} bytes of KV wait for a caller that reads too slowly; read faster")
             )
+            self._unsent.remove(slowest)
 
     @staticmethod
     def _drop_cancelled(jobs: list[PromptJob], current: Pass) -> list[PromptJob]:

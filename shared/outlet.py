@@ -23,12 +23,13 @@ class Outlet(Generic[Item]):
         self._items: deque[tuple[Item, int]] = deque()
         self._end: Exception | None = None
         self._ended = False
+        self._dropped = False
         self._put = self._taken = 0
 
     @property
     def pending(self) -> int:
         """Total size of the items that were put and not yet taken."""
-        return self._put - self._taken
+        return 0 if self._dropped else self._put - self._taken
 
     def put(self, item: Item, size: int = 1) -> None:
         """Adds an item of some size. Any thread, but one at a time."""
@@ -41,12 +42,18 @@ class Outlet(Generic[Item]):
         self._end, self._ended = error, True
         self._wake()
 
+    def drop(self, error: Exception) -> None:
+        """Ends the stream with an error, and forgets the items that wait: their memory is free at once."""
+        self._dropped = True
+        self._items.clear()
+        self.close(error)
+
     async def __aiter__(self) -> AsyncIterator[Item]:
         while True:
             self._arrived.clear()
             ended = self._ended
-            while self._items:
-                item, size = self._items.popleft()
+            while (entry := self._next()) is not None:
+                item, size = entry
                 yield item
                 self._taken += size
             if ended:
@@ -54,6 +61,12 @@ class Outlet(Generic[Item]):
             await self._arrived.wait()
         if self._end is not None:
             raise self._end
+
+    def _next(self) -> tuple[Item, int] | None:
+        try:
+            return self._items.popleft()
+        except IndexError:  # asked for first, an item may be dropped in between
+            return None
 
     def _wake(self) -> None:
         # The loop is gone only when the process is on its way out; then nobody reads.
