@@ -25,6 +25,15 @@ from shared.wire import frame_from_wire, layout_from_wire, layout_to_wire, outco
 
 log = logging.getLogger(__name__)
 
+REPLICA_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    # A replica that comes back is found soon; gRPC's own pause grows to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # A proxy set in the environment is for the world outside, not for the other stage.
+    ("grpc.enable_http_proxy", 0),
+)
+
 ROUNDS = 3
 """How often every replica is tried before a request fails."""
 FIRST_PAUSE_S = 0.1
@@ -62,7 +71,7 @@ class PrefillClient:
         self._layout = layout
         self._hidden_size = hidden_size
         self._replicas = [
-            _Replica(address, grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)) for address in addresses
+            _Replica(address, grpc.aio.insecure_channel(address, options=REPLICA_OPTIONS)) for address in addresses
         ]
 
     async def close(self) -> None:
