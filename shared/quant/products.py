@@ -36,6 +36,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 FINE_STEPS = 254
 """Steps of the fine activation code within one step of the coarse one."""
+SMALLEST_MAXIMUM = 1e-30
+"""Rows are never scaled by less, so that those of zeros stay zeros: the reciprocal of 0 would make them NaN."""
 
 
 def int8(x: Tensor, weight: Mapping[str, Tensor]) -> Tensor:
@@ -46,7 +48,7 @@ def int8(x: Tensor, weight: Mapping[str, Tensor]) -> Tensor:
     unquantized model as the weights do (`docs/design.md`).
     """
     rows = len(x)
-    row_max = x.abs().amax(dim=1, keepdim=True).float().clamp_(min=torch.finfo(torch.float32).tiny)
+    row_max = x.abs().amax(dim=1, keepdim=True).float().clamp_(min=SMALLEST_MAXIMUM)
     steps = (x.float() * (127.0 * FINE_STEPS / row_max)).round_()
     coarse = (steps * (1 / FINE_STEPS)).round_()
     codes = torch.cat((coarse, steps - coarse * FINE_STEPS)).to(torch.int8)
@@ -70,7 +72,7 @@ NF4_KERNEL_ROWS = 512
 
 def nf4(x: Tensor, weight: Mapping[str, Tensor]) -> Tensor:
     """x [rows, in] times an nf4 weight, without ever writing the dequantized weight where the CPU allows it."""
-    if len(x) > NF4_KERNEL_ROWS or not _has_nf4_kernel():
+    if not 0 < len(x) <= NF4_KERNEL_ROWS or not _has_nf4_kernel():  # no rows at all would end the process
         return linear(x, nf4_dequantize(weight, x.dtype))
     codes, scales = weight["weight"], weight["weight.absmax"]
     shape = (codes.shape[0], codes.shape[1] * 2)

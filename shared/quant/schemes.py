@@ -66,7 +66,7 @@ def _int8_components(rows: int, columns: int) -> dict[str, TensorShape]:
 def _int8_encode(weight: Tensor) -> dict[str, Tensor]:
     """Row-wise absolute-maximum quantization (LLM.int8(), arXiv 2208.07339, without outlier columns)."""
     row_max = weight.abs().amax(dim=1).float()
-    codes = (weight.float() * (127.0 / row_max.clamp(min=torch.finfo(torch.float32).tiny))[:, None]).round()
+    codes = (weight.float() * (127.0 / row_max.clamp(min=products.SMALLEST_MAXIMUM))[:, None]).round()
     return {"weight": codes.to(torch.int8), "SCB": row_max}
 
 
