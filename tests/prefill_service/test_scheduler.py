@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import pytest
 
@@ -15,8 +15,8 @@ MakeJob = Callable[[int], PromptJob]
 
 
 @pytest.fixture
-async def make_job() -> AsyncIterator[MakeJob]:
-    yield lambda tokens: PromptJob(f"{tokens} tokens", range(tokens), Outlet())
+async def make_job() -> MakeJob:
+    return lambda tokens: PromptJob(f"{tokens} tokens", range(tokens), Outlet())
 
 
 def scheduler_with(*jobs: PromptJob, pass_tokens: int = 10, queue_limit: int = 8) -> PromptScheduler:
