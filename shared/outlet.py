@@ -38,9 +38,13 @@ class Outlet(Generic[Item]):
         self._wake()
 
     def close(self, error: Exception | None = None) -> None:
-        """Ends the stream, after the items put so far; with an error, the reader raises it then."""
-        self._end, self._ended = error, True
-        self._wake()
+        """Ends the stream, after the items put so far; with an error, the reader raises it then.
+
+        Only the first call counts: a stream that failed cannot end well later.
+        """
+        if not self._ended:
+            self._end, self._ended = error, True
+            self._wake()
 
     def drop(self, error: Exception) -> None:
         """Ends the stream with an error, and forgets the items that wait: their memory is free at once."""
