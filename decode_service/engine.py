@@ -8,12 +8,14 @@ import time
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from decode_service.sampling import choose_token
 from decode_service.scheduler import DecodeScheduler
 from decode_service.sequence import Sequence
 from decode_service.speculation.acceptance import accept
 from decode_service.speculation.draft import Draft
+from decode_service.turn import Turn, turns
 from shared.errors import HeadraceError
 from shared.health import EngineHealth
 from shared.kv.paged import PagedKeyValues
@@ -36,11 +38,13 @@ class DecodeEngine:
         scheduler: DecodeScheduler,
         telemetry: Telemetry,
         draft_length: int,
+        prompt_tokens: int,
     ) -> None:
         """Prepares the engine.
 
         Args:
             draft_length: most tokens proposed for a sequence in a pass.
+            prompt_tokens: most tokens of prompts computed here in a pass.
         """
         self._model = model
         self._kv = kv
@@ -48,6 +52,7 @@ class DecodeEngine:
         self._scheduler = scheduler
         self._telemetry = telemetry
         self._draft_length = draft_length
+        self._prompt_tokens = prompt_tokens
         self._thread = threading.Thread(target=self._run, name="decode-engine", daemon=True)
 
     @property
@@ -80,58 +85,74 @@ class DecodeEngine:
                     self._scheduler.pass_done(batch)
 
     def _step(self, batch: list[Sequence]) -> None:
-        self._choose_first_tokens([sequence for sequence in batch if sequence.last_hidden is not None])
-        batch = [sequence for sequence in batch if not sequence.ended]
-        if batch:
-            proposals = self._draft.propose(batch, [self._draft_limit(sequence) for sequence in batch])
-            self._verify(batch, proposals)
+        self._choose_first_tokens(batch)
+        living = turns((sequence for sequence in batch if not sequence.ended), self._prompt_tokens)
+        if living:
+            self._run_pass(self._propose(living))
 
-    def _choose_first_tokens(self, sequences: list[Sequence]) -> None:
-        """The first token needs no pass: its features came with the handoff."""
-        for sequence in sequences:
+    def _choose_first_tokens(self, batch: list[Sequence]) -> None:
+        """After a handoff the first token needs no pass: its features came with the prompt."""
+        for sequence in batch:
             if sequence.last_hidden is not None:
                 hidden = from_bytes(sequence.last_hidden, self._model.dtype)[None]
                 sequence.last_hidden = None
                 self._extend(sequence, [self._choose(sequence, self._model.logits(hidden), 0)])
-                self._telemetry.record_first_token(sequence.first_token_s - sequence.arrived_s)
 
-    def _verify(self, batch: list[Sequence], proposals: list[list[int]]) -> None:
-        """One pass over each sequence's last token and its proposal; the target's own choices are kept."""
+    def _propose(self, living: list[Turn]) -> list[Turn]:
+        drafting = [turn.sequence for turn in living if turn.drafts]
+        limits = [self._draft_limit(sequence) for sequence in drafting]
+        proposals = dict(zip(drafting, self._draft.propose(drafting, limits), strict=True))
+        return [turn.proposing(proposals.get(turn.sequence, [])) for turn in living]
+
+    def _run_pass(self, living: list[Turn]) -> None:
+        """One pass over all that is missing and proposed; the target's own choices are kept."""
         started_s, streamed_before = time.monotonic(), self._model.streamed_bytes
-        tokens = TokenBatch.of(
-            (sequence.tokens[sequence.kv_length :] + proposal, sequence.kv_length)
-            for sequence, proposal in zip(batch, proposals, strict=True)
-        )
-        kv = self._kv.for_pass(tokens.segments, [sequence.blocks for sequence in batch])
-        logits = self._model.logits(self._model.forward(tokens, kv))
-        accepted_tokens = 0
-        for sequence, proposal, segment in zip(batch, proposals, tokens.segments, strict=True):
-            chosen = accept(proposal, partial(self._choose, sequence, logits[segment.rows]))
-            sequence.kv_length += len(chosen)
-            sequence.passes += 1
-            sequence.draft_tokens += len(proposal)
-            sequence.accepted_tokens += len(chosen) - 1
-            accepted_tokens += len(chosen) - 1
-            self._extend(sequence, chosen)
+        batch = TokenBatch.of((turn.inputs, turn.sequence.kv_length) for turn in living)
+        kv = self._kv.for_pass(batch.segments, [turn.sequence.blocks for turn in living])
+        hidden = self._model.forward(batch, kv)
+        scores = self._scores(hidden, batch, living)
+        accepted_tokens = sum(self._advance(turn, logits) for turn, logits in zip(living, scores, strict=True))
         self._telemetry.record_pass(
             time.monotonic() - started_s,
-            requests=len(batch),
+            requests=len(living),
             streamed_bytes=self._model.streamed_bytes - streamed_before,
-            draft_tokens=sum(map(len, proposals)),
+            draft_tokens=sum(len(turn.proposal) for turn in living),
             accepted_tokens=accepted_tokens,
         )
 
+    def _scores(self, hidden: Tensor, batch: TokenBatch, living: list[Turn]) -> list[Tensor]:
+        """Each turn's logits, [scored, vocab_size]: for all turns in one product."""
+        ends = [segment.rows.stop for segment in batch.segments]
+        rows = [range(end - turn.scored, end) for turn, end in zip(living, ends, strict=True)]
+        needed = hidden[[row for part in rows for row in part]]
+        return list(self._model.logits(needed).split([len(part) for part in rows]))
+
+    def _advance(self, turn: Turn, logits: Tensor) -> int:
+        """Moves a sequence on by what the pass computed for it; returns how many draft tokens were accepted."""
+        sequence = turn.sequence
+        chosen = accept(turn.proposal, partial(self._choose, sequence, logits)) if turn.reaches_end else []
+        accepted = max(0, len(chosen) - 1)
+        sequence.passes += 1
+        sequence.kv_length += len(turn.tokens) + accepted
+        sequence.draft_tokens += len(turn.proposal)
+        sequence.accepted_tokens += accepted
+        if chosen:
+            self._extend(sequence, chosen)
+        return accepted
+
     def _extend(self, sequence: Sequence, chosen: list[int]) -> None:
-        before = len(sequence.tokens)
+        before = sequence.generated_tokens
         sequence.append(chosen)
-        self._telemetry.add(generated_tokens=len(sequence.tokens) - before)
+        self._telemetry.add(generated_tokens=sequence.generated_tokens - before)
+        if not before:
+            self._telemetry.record_first_token(sequence.first_token_s - sequence.arrived_s)
 
     def _draft_limit(self, sequence: Sequence) -> int:
         """A pass adds one token more than the draft proposes, and the reserved blocks end at max_tokens."""
         return min(self._draft_length, sequence.remaining_tokens - 1)
 
     @staticmethod
-    def _choose(sequence: Sequence, logits: torch.Tensor, row: int) -> int:
+    def _choose(sequence: Sequence, logits: Tensor, row: int) -> int:
         """The target's token at `row` places behind the sequence, from float32 logits [rows, vocab_size]."""
         return choose_token(logits[row].numpy(), sequence.sampling, len(sequence.tokens) + row)
 

@@ -84,10 +84,15 @@ class DecodeScheduler:
             self._waiting.append(sequence)
             self._admit()
 
-    def start(self, sequence: Sequence, last_hidden: bytes) -> None:
-        """The prompt's KV has arrived: the sequence takes part in passes from now on."""
+    def start(self, sequence: Sequence, last_hidden: bytes | None) -> None:
+        """The sequence takes part in passes from now on.
+
+        Args:
+            last_hidden: the prompt's final features, when its KV has arrived by a handoff; None when passes are to
+                compute it.
+        """
         with self._changed:
-            sequence.kv_length = sequence.prompt_tokens
+            sequence.kv_length = sequence.prompt_tokens if last_hidden is not None else 0
             sequence.last_hidden = last_hidden
             self._prefilling.discard(sequence)
             self._running.append(sequence)

@@ -11,6 +11,7 @@ import torch
 from decode_service.drafts import DRAFTS, DraftPack, build_draft
 from decode_service.engine import DecodeEngine
 from decode_service.prefill_client import PrefillClient
+from decode_service.prompts import LocalPrefill, Prompts
 from decode_service.requests import RequestReader
 from decode_service.sampling import noise_cache_bytes
 from decode_service.scheduler import DecodeScheduler
@@ -35,11 +36,17 @@ UNREAD_TOKENS = 256
 """A sequence with more tokens than this waiting for its reader sits passes out."""
 
 
+LOCAL_PREFILL_HELP = "prompts computed here; fallback: short ones, and any when no replica answers (%(default)s)"
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the service; returns the exit code."""
     parser = service_parser("decode_service", "Turns KV caches into tokens; owns all state of a request.")
     add = parser.add_argument
-    add("--prefill", required=True, metavar="ADDRESS[,…]", help="prefill replicas")
+    add("--prefill", metavar="ADDRESS[,…]", help="prefill replicas; without any, prompts are computed here")
+    add("--local-prefill", choices=[mode.value for mode in LocalPrefill], default="never", help=LOCAL_PREFILL_HELP)
+    add("--short-prompt", type=positive, default=64, metavar="TOKENS", help="longest short prompt (%(default)s)")
+    add("--pass-tokens", type=positive, default=512, metavar="N", help="local prompt tokens in a pass (%(default)s)")
     add("--draft", choices=DRAFTS, default="ngram", help="where proposals come from (%(default)s)")
     add("--draft-pack", type=Path, metavar="PACK", help="for the drafts `self` and `model`")
     add("--draft-length", type=positive, default=4, metavar="N", help="tokens proposed per pass (%(default)s)")
@@ -80,20 +87,16 @@ async def serve(arguments: argparse.Namespace) -> None:
             kv_blocks=lambda: plan.kv_blocks,
         ),
     )
-    prefill = PrefillClient(
-        arguments.prefill.split(","),
-        model_digest=pack.manifest.model_digest,
-        layout=layout_of(pack),
-        hidden_size=pack.spec.hidden_size,
-    )
+    client = _prefill_client(arguments, pack)
+    prompts = Prompts(LocalPrefill(arguments.local_prefill), arguments.short_prompt, client, kv)
     reader = RequestReader(
         Tokenizer(pack.tokenizer_json(), pack.chat_template(), pack.manifest.special_tokens),
         vocab_size=pack.spec.vocab_size,
         context_length=context_length,
         end_token_ids=frozenset(pack.manifest.end_token_ids),
     )
-    servicer = DecodeServicer(reader, scheduler, prefill, kv, telemetry, pack.manifest.model_digest)
-    engine = DecodeEngine(model, kv, draft, scheduler, telemetry, arguments.draft_length)
+    servicer = DecodeServicer(reader, scheduler, prompts, telemetry, pack.manifest.model_digest)
+    engine = DecodeEngine(model, kv, draft, scheduler, telemetry, arguments.draft_length, arguments.pass_tokens)
     engine.start()
     try:
         await run_server(
@@ -109,12 +112,25 @@ async def serve(arguments: argparse.Namespace) -> None:
     finally:
         scheduler.close()
         engine.join()
-        await prefill.close()
+        if client:
+            await client.close()
+
+
+def _prefill_client(arguments: argparse.Namespace, pack: Pack) -> PrefillClient | None:
+    if not arguments.prefill:
+        return None
+    return PrefillClient(
+        arguments.prefill.split(","),
+        model_digest=pack.manifest.model_digest,
+        layout=layout_of(pack),
+        hidden_size=pack.spec.hidden_size,
+    )
 
 
 def _plan(pack: Pack, draft_pack: DraftPack | None, arguments: argparse.Namespace, context_length: int) -> MemoryPlan:
     spec, dtype = pack.spec, pack.scheme.compute_dtype
-    rows = arguments.batch * (arguments.draft_length + 1)
+    scored = arguments.batch * (arguments.draft_length + 1)
+    rows = scored + (0 if arguments.prefill and arguments.local_prefill == "never" else arguments.pass_tokens)
     block_bytes = PagedKeyValues.block_bytes(spec, dtype)
     sequence_blocks = -(-context_length // BLOCK_TOKENS)
     demand = Demand(
@@ -122,7 +138,7 @@ def _plan(pack: Pack, draft_pack: DraftPack | None, arguments: argparse.Namespac
         outer_bytes=pack.outer_layout.data_bytes,
         draft_bytes=draft_pack.weight_bytes if draft_pack else 0,
         workspace_bytes=pass_workspace_bytes(spec, dtype, rows, context_length)
-        + logits_workspace_bytes(spec, dtype, rows)
+        + logits_workspace_bytes(spec, dtype, scored)
         + noise_cache_bytes(spec.vocab_size),
         layers=spec.layers,
         layer_bytes=pack.layer_layout.data_bytes,

@@ -8,14 +8,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from decode_service.prefill_client import PrefillClient
+from decode_service.prompts import Prompts
 from decode_service.requests import RequestReader
 from decode_service.scheduler import DecodeScheduler
 from decode_service.sequence import Sequence
 from decode_service.text.output import Emission, FinishReason
 from headrace.v1 import decode_pb2, decode_pb2_grpc
 from shared.kv.handoff import PrefillOutcome
-from shared.kv.paged import PagedKeyValues
 from shared.metrics import Telemetry
 from shared.outlet import Outlet
 
@@ -32,15 +31,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self,
         reader: RequestReader,
         scheduler: DecodeScheduler,
-        prefill: PrefillClient,
-        kv: PagedKeyValues,
+        prompts: Prompts,
         telemetry: Telemetry,
         model_digest: str,
     ) -> None:
         self._reader = reader
         self._scheduler = scheduler
-        self._prefill = prefill
-        self._kv = kv
+        self._prompts = prompts
         self._telemetry = telemetry
         self._model_digest = model_digest
 
@@ -72,8 +69,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     @asynccontextmanager
     async def _generation(
         self, request: decode_pb2.GenerateRequest | decode_pb2.CompleteRequest, context: Any
-    ) -> AsyncIterator[tuple[Sequence, PrefillOutcome]]:
-        """A sequence with its prompt computed, generating while the context is open; its blocks are freed after."""
+    ) -> AsyncIterator[tuple[Sequence, PrefillOutcome | None]]:
+        """A sequence that generates while the context is open; its blocks are freed after."""
         loop, admitted = asyncio.get_running_loop(), asyncio.Event()
 
         def on_admitted() -> None:
@@ -84,15 +81,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._scheduler.submit(sequence)
         try:
             await admitted.wait()
-            outcome = await self._prefill.prefill(
-                sequence.request_id,
-                sequence.tokens,
-                lambda layer, first, keys, values: self._kv.write(sequence.blocks, layer, first, keys, values),
-                context.time_remaining(),
-            )
+            outcome = await self._prompts.compute(sequence, context.time_remaining())
             sequence.prefilled_s = time.monotonic()
             self._telemetry.add(prompt_tokens=sequence.prompt_tokens)
-            self._scheduler.start(sequence, outcome.last_hidden)
+            self._scheduler.start(sequence, outcome.last_hidden if outcome else None)
             yield sequence, outcome
             outcome_label = "completed"
         except asyncio.CancelledError:
@@ -112,7 +104,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     @staticmethod
     def _result(
-        sequence: Sequence, outcome: PrefillOutcome, finish: FinishReason | None
+        sequence: Sequence, outcome: PrefillOutcome | None, finish: FinishReason | None
     ) -> decode_pb2.GenerationResult:
         return decode_pb2.GenerationResult(
             finish_reason=_FINISH_REASONS[finish] if finish else decode_pb2.FINISH_REASON_UNSPECIFIED,
@@ -126,7 +118,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             timings=decode_pb2.Timings(
                 queue_ms=(sequence.admitted_s - sequence.arrived_s) * 1e3,
                 prefill_ms=(sequence.prefilled_s - sequence.admitted_s) * 1e3,
-                prefill_compute_ms=outcome.compute_ms,
+                prefill_compute_ms=outcome.compute_ms if outcome else 0.0,
                 first_token_ms=(sequence.first_token_s - sequence.arrived_s) * 1e3,
                 decode_ms=(sequence.last_token_s - sequence.first_token_s) * 1e3,
             ),

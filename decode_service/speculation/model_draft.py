@@ -8,6 +8,9 @@ from shared.kv.paged import PagedKeyValues
 from shared.model.batch import TokenBatch
 from shared.model.model import Model
 
+CATCH_UP_TOKENS = 256
+"""Most tokens of a sequence that a draft takes in at once, after a prompt or a while without drafting."""
+
 
 class ModelDraft:
     """Proposes chains, one token a pass, choosing with the same noise as the target (`decode_service.sampling`).
@@ -22,21 +25,23 @@ class ModelDraft:
         self._shares_target_kv = shares_target_kv
 
     def propose(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
-        """See `Draft`. The first pass also takes in the tokens whose keys and values are missing."""
+        """See `Draft`. The first passes also take in the tokens whose keys and values are missing."""
         proposals: dict[Sequence, list[int]] = {sequence: [] for sequence in sequences}
         wanted = dict(zip(sequences, counts, strict=True))
         contexts = {sequence: self._known_tokens(sequence) for sequence in sequences}
         inputs = {sequence: sequence.tokens[contexts[sequence] :] for sequence in sequences}
         while active := [sequence for sequence in sequences if len(proposals[sequence]) < wanted[sequence]]:
-            batch = TokenBatch.of((inputs[sequence], contexts[sequence]) for sequence in active)
+            chunks = {sequence: inputs[sequence][:CATCH_UP_TOKENS] for sequence in active}
+            batch = TokenBatch.of((chunks[sequence], contexts[sequence]) for sequence in active)
             kv = self._kv.for_pass(batch.segments, [sequence.blocks for sequence in active])
             hidden = self._model.forward(batch, kv)
             logits = self._model.logits(hidden[batch.last_rows]).numpy()
             for sequence, row in zip(active, logits, strict=True):
-                contexts[sequence] += len(inputs[sequence])
-                token = choose_token(row, sequence.sampling, position=contexts[sequence])
-                proposals[sequence].append(token)
-                inputs[sequence] = [token]
+                contexts[sequence] += len(chunks[sequence])
+                inputs[sequence] = inputs[sequence][len(chunks[sequence]) :]
+                if not inputs[sequence]:
+                    inputs[sequence] = [choose_token(row, sequence.sampling, position=contexts[sequence])]
+                    proposals[sequence] += inputs[sequence]
         for sequence in sequences:
             sequence.draft_kv_length = contexts[sequence]
         return [proposals[sequence] for sequence in sequences]

@@ -14,6 +14,7 @@ import grpc
 from decode_service.drafts import DraftPack, build_draft
 from decode_service.engine import DecodeEngine
 from decode_service.prefill_client import PrefillClient
+from decode_service.prompts import LocalPrefill, Prompts
 from decode_service.requests import RequestReader
 from decode_service.scheduler import DecodeScheduler
 from decode_service.servicer import DecodeServicer
@@ -146,8 +147,11 @@ async def decode_replica(
     kv_blocks: int = 1024,
     queue_limit: int = 1024,
     unread_limit: int = 256,
+    local_prefill: LocalPrefill = LocalPrefill.NEVER,
+    short_prompt: int = 16,
+    pass_tokens: int = 512,
 ) -> AsyncIterator[Decode]:
-    """Serves a pack's decode, with those prefill replicas, while the context is open."""
+    """Serves a pack's decode, with those prefill replicas, while the context is open; without any it is colocated."""
     pack = Pack.open(path)
     model = Model(pack, residency(pack))
     kv = PagedKeyValues(pack.spec, model.dtype, kv_blocks)
@@ -168,8 +172,9 @@ async def decode_replica(
         layout=layout_of(pack),
         hidden_size=pack.spec.hidden_size,
     )
-    servicer = DecodeServicer(_reader(pack), scheduler, prefill, kv, telemetry, pack.manifest.model_digest)
-    engine = DecodeEngine(model, kv, built, scheduler, telemetry, draft_length)
+    prompts = Prompts(local_prefill, short_prompt, prefill if prefills else None, kv)
+    servicer = DecodeServicer(_reader(pack), scheduler, prompts, telemetry, pack.manifest.model_digest)
+    engine = DecodeEngine(model, kv, built, scheduler, telemetry, draft_length, pass_tokens)
     service = Service(
         name="headrace.v1.DecodeService",
         register=lambda server: decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server),
