@@ -15,6 +15,7 @@ from decode_service.scheduler import DecodeScheduler
 from decode_service.sequence import Sequence
 from decode_service.speculation.acceptance import accept
 from decode_service.speculation.draft import Draft
+from decode_service.text.output import Emission
 from decode_service.turn import Turn, turns
 from shared.errors import HeadraceError
 from shared.health import EngineHealth
@@ -96,7 +97,7 @@ class DecodeEngine:
             if sequence.last_hidden is not None:
                 hidden = from_bytes(sequence.last_hidden, self._model.dtype)[None]
                 sequence.last_hidden = None
-                self._extend(sequence, [self._choose(sequence, self._model.logits(hidden), 0)])
+                sequence.emit(self._extend(sequence, [self._choose(sequence, self._model.logits(hidden), 0)]))
 
     def _propose(self, living: list[Turn]) -> list[Turn]:
         drafting = [turn.sequence for turn in living if turn.drafts]
@@ -111,14 +112,18 @@ class DecodeEngine:
         kv = self._kv.for_pass(batch.segments, [turn.sequence.blocks for turn in living])
         hidden = self._model.forward(batch, kv)
         scores = self._scores(hidden, batch, living)
-        accepted_tokens = sum(self._advance(turn, logits) for turn, logits in zip(living, scores, strict=True))
+        advances = [self._advance(turn, logits) for turn, logits in zip(living, scores, strict=True)]
         self._telemetry.record_pass(
             time.monotonic() - started_s,
             requests=len(living),
             streamed_bytes=self._model.streamed_bytes - streamed_before,
             draft_tokens=sum(len(turn.proposal) for turn in living),
-            accepted_tokens=accepted_tokens,
+            accepted_tokens=sum(accepted for accepted, _ in advances),
         )
+        # Last, so that whoever has the whole answer finds it in the totals.
+        for turn, (_, emission) in zip(living, advances, strict=True):
+            if emission is not None:
+                turn.sequence.emit(emission)
 
     def _scores(self, hidden: Tensor, batch: TokenBatch, living: list[Turn]) -> list[Tensor]:
         """Each turn's logits, [scored, vocab_size]: for all turns in one product."""
@@ -127,8 +132,12 @@ class DecodeEngine:
         needed = hidden[[row for part in rows for row in part]]
         return list(self._model.logits(needed).split([len(part) for part in rows]))
 
-    def _advance(self, turn: Turn, logits: Tensor) -> int:
-        """Moves a sequence on by what the pass computed for it; returns how many draft tokens were accepted."""
+    def _advance(self, turn: Turn, logits: Tensor) -> tuple[int, Emission | None]:
+        """Moves a sequence on by what the pass computed for it.
+
+        Returns:
+            How many draft tokens were accepted, and what is new for the reader.
+        """
         sequence = turn.sequence
         chosen = accept(turn.proposal, partial(self._choose, sequence, logits)) if turn.reaches_end else []
         accepted = max(0, len(chosen) - 1)
@@ -136,16 +145,15 @@ class DecodeEngine:
         sequence.kv_length += len(turn.tokens) + accepted
         sequence.draft_tokens += len(turn.proposal)
         sequence.accepted_tokens += accepted
-        if chosen:
-            self._extend(sequence, chosen)
-        return accepted
+        return accepted, self._extend(sequence, chosen) if chosen else None
 
-    def _extend(self, sequence: Sequence, chosen: list[int]) -> None:
+    def _extend(self, sequence: Sequence, chosen: list[int]) -> Emission:
         before = sequence.generated_tokens
-        sequence.append(chosen)
+        emission = sequence.append(chosen)
         self._telemetry.add(generated_tokens=sequence.generated_tokens - before)
         if not before:
             self._telemetry.record_first_token(sequence.first_token_s - sequence.arrived_s)
+        return emission
 
     def _draft_limit(self, sequence: Sequence) -> int:
         """A pass adds one token more than the draft proposes, and the reserved blocks end at max_tokens."""

@@ -67,13 +67,17 @@ class Sequence:
         """The length it may grow to."""
         return self.prompt_tokens + self.max_tokens
 
-    def append(self, chosen: list[int]) -> None:
-        """Adds chosen tokens, passes their text on, and ends the answer where it ends."""
+    def append(self, chosen: list[int]) -> Emission:
+        """Adds chosen tokens up to the one that ends the answer, and returns what is new for the reader."""
         emission = self.output.push(chosen)
         now_s = time.monotonic()
         self.first_token_s = self.first_token_s or now_s
         self.last_token_s = now_s
         self.tokens.extend(emission.token_ids)
+        return emission
+
+    def emit(self, emission: Emission) -> None:
+        """Passes it on to the reader, and ends the answer where it ends."""
         self.outlet.put(emission, len(emission.token_ids))
         if emission.finish is not None:
             self.ended = True

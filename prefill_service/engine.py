@@ -86,6 +86,12 @@ class PrefillEngine:
             for job, segment in zip(jobs, current.batch.segments, strict=True):
                 self._send_layer(job, layer, *kv.of(segment))
         elapsed_s = time.monotonic() - started_s
+        self._telemetry.record_pass(
+            elapsed_s,
+            requests=prompts,
+            streamed_bytes=self._model.streamed_bytes - streamed_before,
+            prompt_tokens=tokens,
+        )
         for job, hidden in zip(jobs, current.last_hidden if jobs else (), strict=True):
             if job.cancelled:
                 continue
@@ -94,12 +100,6 @@ class PrefillEngine:
                 PrefillOutcome(to_bytes(hidden), job.frame_count, queue_ms, elapsed_s * 1e3, prompts, tokens)
             )
             job.outlet.close()
-        self._telemetry.record_pass(
-            elapsed_s,
-            requests=prompts,
-            streamed_bytes=self._model.streamed_bytes - streamed_before,
-            prompt_tokens=tokens,
-        )
 
     def _send_layer(self, job: PromptJob, layer: int, keys: Tensor, values: Tensor) -> None:
         """Hands one layer's KV to the caller's stream."""
