@@ -1,4 +1,4 @@
-"""Admission and batches: whatever requests do and in whatever order, blocks have one owner and everybody gets a turn."""
+"""Admission and batches: whatever requests do, and in whatever order, blocks have one owner and all get a turn."""
 
 from __future__ import annotations
 
