@@ -64,7 +64,7 @@ class DraftPack:
     @property
     def weight_bytes(self) -> int:
         """Memory of its weights; a draft is never streamed."""
-        outer_bytes = 0 if self.shares_outer else self.pack.outer_layout.data_bytes
+        outer_bytes = 0 if self.shares_outer else self.pack.outer_bytes
         return outer_bytes + self.pack.spec.layers * self.pack.layer_layout.data_bytes
 
     @property

@@ -135,7 +135,7 @@ def _plan(pack: Pack, draft_pack: DraftPack | None, arguments: argparse.Namespac
     sequence_blocks = -(-context_length // BLOCK_TOKENS)
     demand = Demand(
         runtime_bytes=measured_runtime_bytes(),
-        outer_bytes=pack.outer_layout.data_bytes,
+        outer_bytes=pack.outer_bytes,
         draft_bytes=draft_pack.weight_bytes if draft_pack else 0,
         workspace_bytes=pass_workspace_bytes(spec, dtype, rows, context_length)
         + logits_workspace_bytes(spec, dtype, scored)

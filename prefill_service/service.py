@@ -89,7 +89,7 @@ def _plan(pack: Pack, budget_bytes: int, tokens: int, longest: int, spool_bytes:
     workspace_bytes = pass_workspace_bytes(pack.spec, pack.scheme.compute_dtype, tokens, longest)
     demand = Demand(
         runtime_bytes=measured_runtime_bytes(),
-        outer_bytes=pack.outer_layout.data_bytes,
+        outer_bytes=pack.outer_bytes,
         workspace_bytes=workspace_bytes + spool_bytes,
         layers=pack.spec.layers,
         layer_bytes=pack.layer_layout.data_bytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported anywhere: tests use no network
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # before torch is: see shared.threads
 
 from functools import cache
 from pathlib import Path

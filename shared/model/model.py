@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shared.health import EngineHealth
 from shared.model.batch import TokenBatch
+from shared.model.embedding import EmbeddingFile
 from shared.model.layers import KeyValues, LayerWeights, decoder_layer, rms_norm
 from shared.model.rotary import rotation
 from shared.pack.reader import Pack
@@ -31,9 +32,13 @@ class Model:
         self.spec = pack.spec
         self.dtype = pack.scheme.compute_dtype
         self.outer = pack.read_outer() if outer is None else outer
-        self._embedding = self.outer["embedding.weight"]
         self._final_norm = self.outer["final_norm.weight"]
-        self._output = self.outer.get("output.weight", self._embedding)
+        self._output = self.outer["embedding.weight" if pack.spec.tied_embeddings else "output.weight"]
+        self._embedding_file = (
+            None
+            if pack.spec.tied_embeddings
+            else EmbeddingFile(pack.outer_path, pack.outer_layout.data_start, pack.embedding)
+        )
         self._stream = LayerStream(pack, residency)
         self.health = EngineHealth()
         """Of the engine that runs this model."""
@@ -71,7 +76,7 @@ class Model:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Rows of the embedding, [tokens, hidden_size]."""
-        return self._embedding[token_ids]
+        return self._embedding_file.rows(token_ids) if self._embedding_file else self._output[token_ids]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output matrix: [rows, hidden_size] -> float32 [rows, vocab_size]."""
@@ -80,6 +85,8 @@ class Model:
     def close(self) -> None:
         """Stops reading ahead."""
         self._stream.close()
+        if self._embedding_file:
+            self._embedding_file.close()
 
 
 class Pass:

@@ -82,6 +82,10 @@ class FileLayout:
             offset = _align(offset + entries[-1].size_bytes, TENSOR_ALIGNMENT)
         return cls(tuple(entries), _align(offset, PAGE))
 
+    def entry(self, name: str) -> TensorEntry:
+        """A tensor by its name."""
+        return next(entry for entry in self.entries if entry.name == name)
+
     def header(self) -> bytes:
         """The safetensors header, padded with spaces so that data starts on a page boundary."""
         table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -118,6 +122,7 @@ def bind(buffer: Tensor, layout: FileLayout) -> dict[str, Tensor]:
     return {
         entry.name: buffer[entry.offset : entry.offset + entry.size_bytes].view(entry.dtype).view(entry.shape)
         for entry in layout.entries
+        if entry.offset + entry.size_bytes <= len(buffer)
     }
 
 
@@ -155,12 +160,12 @@ def layer_layout(spec: ModelSpec, scheme: Scheme) -> FileLayout:
 
 
 def outer_layout(spec: ModelSpec, scheme: Scheme) -> FileLayout:
-    """The offset table of the weights outside the layers."""
+    """The offset table of the weights outside the layers. An embedding that nothing else needs comes last."""
     matrix = (scheme.compute_dtype, (spec.vocab_size, spec.hidden_size))
     tensors: dict[str, TensorShape] = {"final_norm.weight": (scheme.compute_dtype, (spec.hidden_size,))}
-    tensors["embedding.weight"] = matrix
     if not spec.tied_embeddings:
         tensors["output.weight"] = matrix
+    tensors["embedding.weight"] = matrix
     return FileLayout.of(tensors)
 
 

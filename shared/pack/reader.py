@@ -19,6 +19,7 @@ from shared.pack.format import (
     TOKENIZER_FILE,
     FileLayout,
     Manifest,
+    TensorEntry,
     bind,
     layer_file_name,
     layer_layout,
@@ -77,10 +78,25 @@ class Pack:
         """SHA-256 of a layer's file, in hexadecimal."""
         return self.manifest.files[layer_file_name(layer)].sha256
 
-    def read_outer(self) -> dict[str, Tensor]:
-        """Reads the weights outside the layers: `embedding.weight`, `final_norm.weight`, `output.weight` unless tied.
+    @property
+    def outer_bytes(self) -> int:
+        """Memory of the outer weights: without the embedding, where rows of it can be read on demand."""
+        return self.outer_layout.data_bytes if self.spec.tied_embeddings else self.embedding.offset
 
-        The tensors are views into one allocation of the file's data.
+    @property
+    def outer_path(self) -> Path:
+        """The file of the weights outside the layers."""
+        return self.path / OUTER_FILE
+
+    @property
+    def embedding(self) -> TensorEntry:
+        """Where the embedding lies in the outer file."""
+        return self.outer_layout.entry("embedding.weight")
+
+    def read_outer(self) -> dict[str, Tensor]:
+        """Reads the weights outside the layers: `final_norm.weight`, and `embedding.weight` or `output.weight`.
+
+        The tensors are views into one allocation. An embedding that is not tied is verified and left on disk.
 
         Raises:
             DataLossError: the file is not what its digest says.
@@ -88,8 +104,10 @@ class Pack:
         layout = self.outer_layout
         with (self.path / OUTER_FILE).open("rb", buffering=0) as file:
             digest = hashlib.sha256(self._checked_header(file, OUTER_FILE, layout))
-            data = aligned_buffer(layout.data_bytes)
+            data = aligned_buffer(self.outer_bytes)
             for part in _read_into(file, data.numpy().data):
+                digest.update(part)
+            for part in _read_into(file, memoryview(bytearray(READ_BYTES)), until_end=True):
                 digest.update(part)
         self._check_digest(OUTER_FILE, digest.hexdigest())
         return bind(data, layout)

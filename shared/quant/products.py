@@ -66,13 +66,15 @@ def integer_product(codes: Tensor, weight: Tensor) -> Tensor:
 
 NF4_ROW_GROUP = 32
 """Output rows that lie interleaved, so that one load brings the same two columns of all of them."""
-NF4_KERNEL_ROWS = 512
-"""Up to this many rows of x the fused kernel is faster than dequantizing first."""
 
 
 def nf4(x: Tensor, weight: Mapping[str, Tensor]) -> Tensor:
-    """x [rows, in] times an nf4 weight, without ever writing the dequantized weight where the CPU allows it."""
-    if not 0 < len(x) <= NF4_KERNEL_ROWS or not _has_nf4_kernel():  # no rows at all would end the process
+    """x [rows, in] times an nf4 weight, without ever writing the dequantized weight where the CPU allows it.
+
+    The kernel is used for any number of rows, though above about 500 dequantizing first would be somewhat faster: it
+    rounds in another order, and a row must not depend on how many there are.
+    """
+    if not len(x) or not _has_nf4_kernel():  # the kernel ends the process when there are no rows
         return linear(x, nf4_dequantize(weight, x.dtype))
     codes, scales = weight["weight"], weight["weight.absmax"]
     shape = (codes.shape[0], codes.shape[1] * 2)
