@@ -250,3 +250,5 @@ def _signals() -> Iterator[asyncio.Queue[signal.Signals]]:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+        # The process is about to end well; being asked once more must not make that a bad end.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
