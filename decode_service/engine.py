@@ -14,6 +14,7 @@ from decode_service.sampling import choose_token
 from decode_service.scheduler import DecodeScheduler
 from decode_service.sequence import Sequence
 from decode_service.speculation.acceptance import accept
+from decode_service.speculation.controller import DraftController
 from decode_service.speculation.draft import Draft
 from decode_service.text.output import Emission
 from decode_service.turn import Turn, turns
@@ -38,13 +39,13 @@ class DecodeEngine:
         draft: Draft,
         scheduler: DecodeScheduler,
         telemetry: Telemetry,
-        draft_length: int,
+        controller: DraftController,
         prompt_tokens: int,
     ) -> None:
         """Prepares the engine.
 
         Args:
-            draft_length: most tokens proposed for a sequence in a pass.
+            controller: chooses how many tokens are proposed.
             prompt_tokens: most tokens of prompts computed here in a pass.
         """
         self._model = model
@@ -52,7 +53,7 @@ class DecodeEngine:
         self._draft = draft
         self._scheduler = scheduler
         self._telemetry = telemetry
-        self._draft_length = draft_length
+        self._controller = controller
         self._prompt_tokens = prompt_tokens
         self._thread = threading.Thread(target=self._run, name="decode-engine", daemon=True)
 
@@ -101,8 +102,12 @@ class DecodeEngine:
 
     def _propose(self, living: list[Turn]) -> list[Turn]:
         drafting = [turn.sequence for turn in living if turn.drafts]
-        limits = [self._draft_limit(sequence) for sequence in drafting]
+        length = self._controller.length(drafting)
+        # A pass adds one token more than the draft proposes, and the reserved blocks end at max_tokens.
+        limits = [min(length, sequence.remaining_tokens - 1) for sequence in drafting]
+        started_s = time.monotonic()
         proposals = dict(zip(drafting, self._draft.propose(drafting, limits), strict=True))
+        self._controller.drafted(len(drafting), max(limits, default=0), time.monotonic() - started_s)
         return [turn.proposing(proposals.get(turn.sequence, [])) for turn in living]
 
     def _run_pass(self, living: list[Turn]) -> None:
@@ -113,8 +118,10 @@ class DecodeEngine:
         hidden = self._model.forward(batch, kv)
         scores = self._scores(hidden, batch, living)
         advances = [self._advance(turn, logits) for turn, logits in zip(living, scores, strict=True)]
+        elapsed_s = time.monotonic() - started_s
+        self._controller.passed(len(batch.token_ids), elapsed_s)
         self._telemetry.record_pass(
-            time.monotonic() - started_s,
+            elapsed_s,
             requests=len(living),
             streamed_bytes=self._model.streamed_bytes - streamed_before,
             draft_tokens=sum(len(turn.proposal) for turn in living),
@@ -143,6 +150,7 @@ class DecodeEngine:
         accepted = max(0, len(chosen) - 1)
         sequence.passes += 1
         sequence.kv_length += len(turn.tokens) + accepted
+        self._controller.verified(sequence, len(turn.proposal), accepted)
         sequence.draft_tokens += len(turn.proposal)
         sequence.accepted_tokens += accepted
         return accepted, self._extend(sequence, chosen) if chosen else None
@@ -154,10 +162,6 @@ class DecodeEngine:
         if not before:
             self._telemetry.record_first_token(sequence.first_token_s - sequence.arrived_s)
         return emission
-
-    def _draft_limit(self, sequence: Sequence) -> int:
-        """A pass adds one token more than the draft proposes, and the reserved blocks end at max_tokens."""
-        return min(self._draft_length, sequence.remaining_tokens - 1)
 
     @staticmethod
     def _choose(sequence: Sequence, logits: Tensor, row: int) -> int:

@@ -16,6 +16,7 @@ from decode_service.requests import RequestReader
 from decode_service.sampling import noise_cache_bytes
 from decode_service.scheduler import DecodeScheduler
 from decode_service.servicer import DecodeServicer
+from decode_service.speculation.controller import DraftController
 from decode_service.text.tokenizer import Tokenizer
 from headrace.v1 import decode_pb2_grpc
 from shared.blocks import BlockPool
@@ -32,6 +33,9 @@ from shared.streaming.plan import Demand, MemoryPlan, plan_memory
 
 log = logging.getLogger("decode_service")
 
+LONGEST_DRAFT = 16
+MOST_SCORED_ROWS = 128
+"""Bounds the memory of logits; beyond so many rows a draft hardly pays."""
 UNREAD_TOKENS = 256
 """A sequence with more tokens than this waiting for its reader sits passes out."""
 
@@ -49,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--pass-tokens", type=positive, default=512, metavar="N", help="local prompt tokens in a pass (%(default)s)")
     add("--draft", choices=DRAFTS, default="ngram", help="where proposals come from (%(default)s)")
     add("--draft-pack", type=Path, metavar="PACK", help="for the drafts `self` and `model`")
-    add("--draft-length", type=positive, default=4, metavar="N", help="tokens proposed per pass (%(default)s)")
+    add("--draft-length", type=positive, metavar="N", help="tokens proposed per pass (what pays, by measurement)")
     add("--batch", type=positive, default=16, metavar="N", help="sequences that share a pass (%(default)s)")
     return run_service(parser, serve, argv)
 
@@ -96,7 +100,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         end_token_ids=frozenset(pack.manifest.end_token_ids),
     )
     servicer = DecodeServicer(reader, scheduler, prompts, telemetry, pack.manifest.model_digest)
-    engine = DecodeEngine(model, kv, draft, scheduler, telemetry, arguments.draft_length, arguments.pass_tokens)
+    engine = DecodeEngine(model, kv, draft, scheduler, telemetry, _controller(arguments), arguments.pass_tokens)
     engine.start()
     try:
         await run_server(
@@ -116,6 +120,18 @@ async def serve(arguments: argparse.Namespace) -> None:
             await client.close()
 
 
+def _controller(arguments: argparse.Namespace) -> DraftController:
+    if arguments.draft_length:
+        return DraftController(arguments.draft_length, arguments.draft_length, _scored_rows(arguments))
+    return DraftController(0, LONGEST_DRAFT, _scored_rows(arguments))
+
+
+def _scored_rows(arguments: argparse.Namespace) -> int:
+    """Most rows of a pass whose logits are needed."""
+    longest = arguments.draft_length or LONGEST_DRAFT
+    return min(int(arguments.batch) * (longest + 1), max(int(arguments.batch), MOST_SCORED_ROWS))
+
+
 def _prefill_client(arguments: argparse.Namespace, pack: Pack) -> PrefillClient | None:
     if not arguments.prefill:
         return None
@@ -129,7 +145,7 @@ def _prefill_client(arguments: argparse.Namespace, pack: Pack) -> PrefillClient 
 
 def _plan(pack: Pack, draft_pack: DraftPack | None, arguments: argparse.Namespace, context_length: int) -> MemoryPlan:
     spec, dtype = pack.spec, pack.scheme.compute_dtype
-    scored = arguments.batch * (arguments.draft_length + 1)
+    scored = _scored_rows(arguments)
     rows = scored + (0 if arguments.prefill and arguments.local_prefill == "never" else arguments.pass_tokens)
     block_bytes = PagedKeyValues.block_bytes(spec, dtype)
     sequence_blocks = -(-context_length // BLOCK_TOKENS)

@@ -18,6 +18,7 @@ from decode_service.prompts import LocalPrefill, Prompts
 from decode_service.requests import RequestReader
 from decode_service.scheduler import DecodeScheduler
 from decode_service.servicer import DecodeServicer
+from decode_service.speculation.controller import DraftController
 from decode_service.text.tokenizer import Tokenizer
 from headrace.client import AsyncClient
 from headrace.retry import RetryPolicy
@@ -38,6 +39,9 @@ from shared.streaming.plan import Residency
 
 ONE_TRY = RetryPolicy(attempts=1)
 """The client's own retries would hide what a service answers."""
+
+NARROW = [("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0)]
+"""Channel options with which gRPC itself keeps almost nothing of what a client does not read."""
 
 PATIENCE_S = 60.0
 """For conditions that come true in milliseconds unless something is broken."""
@@ -174,7 +178,8 @@ async def decode_replica(
     )
     prompts = Prompts(local_prefill, short_prompt, prefill if prefills else None, kv)
     servicer = DecodeServicer(_reader(pack), scheduler, prompts, telemetry, pack.manifest.model_digest)
-    engine = DecodeEngine(model, kv, built, scheduler, telemetry, draft_length, pass_tokens)
+    controller = DraftController(draft_length, draft_length, rows_limit=1024)
+    engine = DecodeEngine(model, kv, built, scheduler, telemetry, controller, pass_tokens)
     service = Service(
         name="headrace.v1.DecodeService",
         register=lambda server: decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server),
