@@ -1,4 +1,4 @@
-"""Whatever goes wrong around a request: nothing it held remains, its neighbours do not notice, and the error says what."""
+"""Whatever goes wrong around a request: nothing it held remains, neighbours do not notice, the error says what."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from typing import Any
 import grpc
 import pytest
 
+from headrace.client_stream import AsyncGeneration
 from headrace.errors import DataLoss, DeadlineExceeded, FailedPrecondition, ResourceExhausted, Unavailable
 from headrace.v1 import decode_pb2, decode_pb2_grpc
 from shared.pack.format import layer_file_name
 from shared.pack.reader import Pack
 from shared.streaming.plan import Residency
 from tests.conftest import TinyPack
-from tests.end_to_end.stack import Decode, decode_replica, prefill_replica, services, until
+from tests.end_to_end.stack import NARROW, Decode, decode_replica, prefill_replica, services, until
 
 LONG = 3500
 """More tokens than are generated before anything happens to the request."""
-NARROW = [("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0)]
-"""Channel options that make gRPC itself hold back almost nothing of what a client does not read."""
 UNREAD_LIMIT = 32
 
 
@@ -39,6 +38,12 @@ async def stalled_stream(decode: Decode, max_tokens: int = LONG) -> AsyncIterato
         await call.read()
         yield call
         call.cancel()
+
+
+async def everything_of(generation: AsyncGeneration) -> None:
+    """Reads a stream to its end."""
+    async for _ in generation:
+        pass
 
 
 async def rest_of(call: Any) -> list[int]:
@@ -228,9 +233,10 @@ async def test_a_layer_that_is_cut_off_during_an_answer_ends_it_with_its_name_an
     ):
         expected = await decode.client.complete(token_ids=[3, 4, 5], max_tokens=40)
         async with decode.client.generate(token_ids=[3, 4, 5], max_tokens=LONG) as running:
+            await anext(running)
+            layer.write_bytes(truncated(content))
             with pytest.raises(DataLoss, match="layer 2 is truncated"):
-                async for _ in running:
-                    layer.write_bytes(truncated(content))
+                await everything_of(running)
         await decode.idle()
         layer.write_bytes(content)
         assert (await decode.client.complete(token_ids=[3, 4, 5], max_tokens=40)).token_ids == expected.token_ids

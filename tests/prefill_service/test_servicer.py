@@ -21,7 +21,7 @@ from shared.pack.reader import Pack
 from shared.tensors import from_bytes
 from shared.wire import frame_from_wire, layout_to_wire, outcome_from_wire
 from tests.conftest import TinyPack
-from tests.end_to_end.stack import Prefill, everything, prefill_replica, until
+from tests.end_to_end.stack import NARROW, Prefill, everything, prefill_replica, until
 
 CONTEXT = 512
 
@@ -131,9 +131,8 @@ async def test_a_deadline_that_passes_while_a_prompt_waits_leaves_nothing_behind
 
 async def test_a_stalled_caller_is_told_so_and_its_neighbour_is_served(tiny_pack: TinyPack) -> None:
     path = tiny_pack("fp32", context=4096)
-    narrow = [("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0)]
     layer_bytes = 3000 * 2 * layout_of(Pack.open(path)).token_bytes
-    async with replica(path, narrow, pass_tokens=4096, spool_bytes=2 * layer_bytes) as (prefill, stub):
+    async with replica(path, NARROW, pass_tokens=4096, spool_bytes=2 * layer_bytes) as (prefill, stub):
         stalled = stub.Prefill(request_for(path, [5] * 3000))
         await stalled.read()
         neighbour = await everything_of(stub.Prefill(request_for(path, [6] * 20)))
