@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shared.model.spec import ModelSpec
-from shared.pack.format import NORMS, matrix_shapes
+from shared.pack.format import matrix_shapes, norm_shapes
 from shared.pack.sources import open_source
 from shared.pack.sources.embedded import embedded_model
 from shared.pack.sources.safetensors_folder import LAYER_NAMES, OUTER_NAMES
@@ -88,7 +88,7 @@ def _shards(source: Source, factor: int) -> Iterator[dict[str, Tensor]]:
         )
     yield {OUTER_NAMES[name]: tensor for name, tensor in outer.items()}
     for layer in range(source.spec.layers):
-        tensors = {norm: source.layer_tensor(layer, f"{norm}.weight").repeat(factor) for norm in NORMS}
+        tensors = {n: source.layer_tensor(layer, f"{n}.weight").repeat(factor) for n in norm_shapes(source.spec)}
         for matrix in matrix_shapes(source.spec):
             tensors[matrix] = split_columns(source.layer_tensor(layer, f"{matrix}.weight")).repeat(factor, 1)
         yield {f"model.layers.{layer}.{LAYER_NAMES[name]}.weight": tensor for name, tensor in tensors.items()}

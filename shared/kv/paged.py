@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.model.attention import causal_attention, grouped_attention
+from shared.model.attention import causal_attention, first_seen, grouped_attention, visible
 from shared.model.batch import Segment
-from shared.model.spec import ModelSpec
+from shared.model.spec import AttentionRule, ModelSpec
 from shared.tensors import aligned_buffer
 
 BLOCK_TOKENS = 16
@@ -68,17 +68,22 @@ class PagedPass:
         short = [(segment, table) for segment, table in pairs if segment.count <= SHORT_SEGMENT]
         self._groups = [_Group(group, pool.heads_per_kv) for group in _similar_lengths(short)]
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, layer: int, rule: AttentionRule, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Stores the new keys and values in their blocks and attends. See `shared.model.layers.KeyValues`."""
         layer_keys, layer_values = self._pool.keys[layer], self._pool.values[layer]
         layer_keys[self._written] = keys
         layer_values[self._written] = values
         attended = torch.empty_like(queries)
         for group in self._groups:
-            group.attend(layer_keys, layer_values, queries, attended)
+            group.attend(rule, layer_keys, layer_values, queries, attended)
         for segment, slots in self._long:
+            first = first_seen(rule, segment.context)
             attended[segment.rows] = causal_attention(
-                queries[segment.rows], layer_keys[slots], layer_values[slots], segment.context
+                rule,
+                queries[segment.rows],
+                layer_keys[slots[first:]],
+                layer_values[slots[first:]],
+                segment.context - first,
             )
         return attended
 
@@ -93,33 +98,46 @@ class _Group:
     def __init__(self, pairs: Sequence[tuple[Segment, Sequence[int]]], heads_per_kv: int) -> None:
         new = max(segment.count for segment, _ in pairs)
         new += -new % (QUERY_ROWS // math.gcd(QUERY_ROWS, heads_per_kv))
-        blocks = max(-(-segment.total // BLOCK_TOKENS) for segment, _ in pairs)
-        tables = np.zeros((len(pairs), blocks), np.int64)
-        for row, (segment, table) in zip(tables, pairs, strict=True):
-            own = -(-segment.total // BLOCK_TOKENS)
-            row[:own] = table[:own]
-            row[own:] = row[0]  # padding repeats a block of its own: masked, but it must be finite
-        self._blocks = torch.from_numpy(tables).flatten()
         starts, counts, contexts = (
             torch.tensor([getattr(segment, name) for segment, _ in pairs])[:, None]
             for name in ("start", "count", "context")
         )
         # Padded queries repeat the last real one; their results are dropped.
         offsets = torch.minimum(torch.arange(new)[None], counts - 1)
+        self._pairs = pairs
         self._rows = starts + offsets
-        self._mask = torch.arange(blocks * BLOCK_TOKENS) <= (contexts + offsets)[:, :, None]
+        self._positions = contexts + offsets
         self._real = (torch.arange(new)[None] < counts).flatten().nonzero().flatten()
         self._real_rows = self._rows.flatten()[self._real]
+        self._seen: dict[AttentionRule, tuple[Tensor, Tensor]] = {}
 
-    def attend(self, layer_keys: Tensor, layer_values: Tensor, queries: Tensor, attended: Tensor) -> None:
-        keys, values = (self._gather(tensor) for tensor in (layer_keys, layer_values))
-        result = grouped_attention(queries[self._rows], keys, values, self._mask)
+    def attend(
+        self, rule: AttentionRule, layer_keys: Tensor, layer_values: Tensor, queries: Tensor, attended: Tensor
+    ) -> None:
+        if rule not in self._seen:
+            self._seen[rule] = self._blocks_and_mask(rule)
+        blocks, mask = self._seen[rule]
+        keys, values = (self._gather(tensor, blocks) for tensor in (layer_keys, layer_values))
+        result = grouped_attention(rule, queries[self._rows], keys, values, mask)
         attended[self._real_rows] = result.flatten(0, 1)[self._real]
 
-    def _gather(self, layer: Tensor) -> Tensor:
+    def _blocks_and_mask(self, rule: AttentionRule) -> tuple[Tensor, Tensor]:
+        """The blocks that hold what each sequence sees, flattened, and bool [sequences, new, padded tokens]."""
+        firsts = [first_seen(rule, segment.context) // BLOCK_TOKENS for segment, _ in self._pairs]
+        owns = [
+            -(-segment.total // BLOCK_TOKENS) - first for (segment, _), first in zip(self._pairs, firsts, strict=True)
+        ]
+        tables = np.zeros((len(self._pairs), max(owns)), np.int64)
+        for row, (_, table), first, own in zip(tables, self._pairs, firsts, owns, strict=True):
+            row[:own] = table[first : first + own]
+            row[own:] = row[0]  # padding repeats a block of its own: masked, but it must be finite
+        key_positions = torch.tensor(firsts)[:, None, None] * BLOCK_TOKENS + torch.arange(max(owns) * BLOCK_TOKENS)
+        return torch.from_numpy(tables).flatten(), visible(rule, self._positions[:, :, None], key_positions)
+
+    def _gather(self, layer: Tensor, blocks: Tensor) -> Tensor:
         """[sequences, padded tokens, kv_heads, head_dim]."""
-        blocks: Tensor = layer.unflatten(0, (-1, BLOCK_TOKENS)).index_select(0, self._blocks)
-        return blocks.view(len(self._rows), -1, *layer.shape[1:])
+        found: Tensor = layer.unflatten(0, (-1, BLOCK_TOKENS)).index_select(0, blocks)
+        return found.view(len(self._rows), -1, *layer.shape[1:])
 
 
 def token_slots(table: Sequence[int], first: int, count: int) -> np.ndarray:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from shared.model.attention import causal_attention
 from shared.model.batch import Segment
+from shared.model.spec import AttentionRule
 
 
 class PromptKeyValues:
@@ -16,13 +17,13 @@ class PromptKeyValues:
         self._segments = segments
         self._keys = self._values = torch.empty(0)
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, layer: int, rule: AttentionRule, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Keeps the layer's keys and values, and attends within each prompt. See `shared.model.layers.KeyValues`."""
         self._keys, self._values = keys, values
         attended = torch.empty_like(queries)
         for segment in self._segments:
             rows = segment.rows
-            attended[rows] = causal_attention(queries[rows], keys[rows], values[rows], context=0)
+            attended[rows] = causal_attention(rule, queries[rows], keys[rows], values[rows], context=0)
         return attended
 
     def of(self, segment: Segment) -> tuple[Tensor, Tensor]:

@@ -6,11 +6,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from shared.model.spec import AttentionRule
+
 QUERY_CHUNK = 256
 """Queries of one sequence attended at once: bounds the mask, and skips keys that come after the whole chunk."""
 
 
-def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+def grouped_attention(
+    rule: AttentionRule, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
+) -> Tensor:
     """Attention of several equally shaped sequences; a group of query heads shares each key/value head.
 
     Args:
@@ -29,12 +33,16 @@ def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tenso
     folded = folded.reshape(sequences, kv_heads, group * new, head_dim)
     if mask is not None:
         mask = mask[:, None].repeat(1, 1, group, 1)
-    attended = scaled_dot_product_attention(folded, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    if rule.soft_cap is None:
+        attended = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=rule.scale)
+    else:
+        attended = _capped_attention(folded, keys, values, mask, rule.scale, rule.soft_cap)
     attended = attended.view(sequences, kv_heads, group, new, head_dim).permute(0, 3, 1, 2, 4)
     return attended.reshape(sequences, new, heads, head_dim)
 
 
-def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, context: int) -> Tensor:
+def causal_attention(rule: AttentionRule, queries: Tensor, keys: Tensor, values: Tensor, context: int) -> Tensor:
     """Attention of one sequence's new tokens, in chunks of queries.
 
     Args:
@@ -47,10 +55,31 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, context: int
     attended = torch.empty_like(queries)
     for start in range(0, len(queries), QUERY_CHUNK):
         chunk = queries[start : start + QUERY_CHUNK]
-        seen = context + start + len(chunk)
-        last_seen = torch.arange(context + start, seen)
-        mask = torch.arange(seen)[None, :] <= last_seen[:, None]
+        seen = slice(first_seen(rule, context + start), context + start + len(chunk))
+        mask = visible(rule, torch.arange(context + start, seen.stop)[:, None], torch.arange(seen.start, seen.stop))
         attended[start : start + len(chunk)] = grouped_attention(
-            chunk[None], keys[None, :seen], values[None, :seen], None if len(chunk) == 1 else mask[None]
+            rule, chunk[None], keys[None, seen], values[None, seen], None if len(chunk) == 1 else mask[None]
         )[0]
     return attended
+
+
+def first_seen(rule: AttentionRule, position: int) -> int:
+    """The first position that a token sees."""
+    return 0 if rule.window is None else max(0, position - rule.window + 1)
+
+
+def visible(rule: AttentionRule, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+    """Which queries see which keys: bool, of the shape that the two broadcast to."""
+    seen = key_positions <= query_positions
+    return seen if rule.window is None else seen & (key_positions > query_positions - rule.window)
+
+
+def _capped_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, soft_cap: float
+) -> Tensor:
+    """Attention with soft-capped scores, which no fused kernel has. All are [sequences, kv_heads, …, head_dim]."""
+    scores = (queries @ keys.transpose(-1, -2)).float()
+    scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap)
+    if mask is not None:
+        scores.masked_fill_(~mask, -torch.inf)
+    return scores.softmax(dim=-1).to(values.dtype) @ values

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from shared.health import EngineHealth
 from shared.model.batch import TokenBatch
 from shared.model.embedding import EmbeddingFile
-from shared.model.layers import KeyValues, LayerWeights, decoder_layer, rms_norm
+from shared.model.layers import KeyValues, LayerWeights, decoder_layer, norm
 from shared.model.rotary import rotation
 from shared.pack.reader import Pack
 from shared.quant.products import linear
@@ -76,11 +77,17 @@ class Model:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Rows of the embedding, [tokens, hidden_size]."""
-        return self._embedding_file.rows(token_ids) if self._embedding_file else self._output[token_ids]
+        rows = self._embedding_file.rows(token_ids) if self._embedding_file else self._output[token_ids]
+        scale = self.spec.multipliers.embedding
+        return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=self.dtype)  # rounded, as it was in training
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output matrix: [rows, hidden_size] -> float32 [rows, vocab_size]."""
-        return linear(rms_norm(hidden, self._final_norm, self.spec.norm_epsilon), self._output).float()
+        logits = linear(norm(self.spec, hidden, self._final_norm), self._output).float()
+        if self.spec.multipliers.logits != 1.0:
+            logits.mul_(self.spec.multipliers.logits)
+        cap = self.spec.logit_soft_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def close(self) -> None:
         """Stops reading ahead."""
@@ -97,17 +104,17 @@ class Pass:
         self.hidden = model.embed(batch.token_ids)
         """[tokens, hidden_size]."""
         self._spec = model.spec
-        self._rotation = rotation(model.spec, batch.positions, model.dtype)
+        self._rotations = {rope: rotation(rope, batch.positions, model.dtype) for rope in set(model.spec.ropes)}
 
     def compute(self, layer: int, weights: LayerWeights, kv: KeyValues) -> None:
         """Takes all tokens through one layer."""
-        decoder_layer(self._spec, layer, weights, self.hidden, self._rotation, kv)
+        decoder_layer(self._spec, layer, weights, self.hidden, self._rotations[self._spec.ropes[layer]], kv)
 
     def keep(self, kept: list[int]) -> None:
         """Drops all sequences but those kept (by their index in the batch)."""
         self.batch, rows = self.batch.keep(kept)
         self.hidden = self.hidden[rows]
-        self._rotation = self._rotation.rows(rows)
+        self._rotations = {rope: rotation.rows(rows) for rope, rotation in self._rotations.items()}
 
     @property
     def last_hidden(self) -> Tensor:

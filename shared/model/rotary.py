@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shared.model.spec import ModelSpec
+from shared.model.spec import Rope
 
 
 @dataclass(frozen=True)
@@ -15,24 +15,34 @@ class Rotation:
     """The rotation of each token of a batch."""
 
     cos: Tensor
-    """[tokens, 1, head_dim], compute dtype."""
+    """[tokens, 1, rotated dimensions], compute dtype."""
     sin: Tensor
-    """[tokens, 1, head_dim], compute dtype."""
+    """[tokens, 1, rotated dimensions], compute dtype."""
 
     def apply(self, heads: Tensor) -> Tensor:
-        """Rotates queries or keys, [tokens, heads, head_dim]."""
-        first, second = heads.chunk(2, dim=-1)
-        return heads * self.cos + torch.cat((-second, first), dim=-1) * self.sin
+        """Rotates the leading dimensions of queries or keys, [tokens, heads, head_dim]."""
+        rotated, rest = heads.tensor_split((self.cos.shape[-1],), dim=-1)
+        first, second = rotated.chunk(2, dim=-1)
+        rotated = rotated * self.cos + torch.cat((-second, first), dim=-1) * self.sin
+        return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
     def rows(self, chosen: slice | Tensor) -> Rotation:
         """The rotation of some of the tokens."""
         return Rotation(self.cos[chosen], self.sin[chosen])
 
 
-def rotation(spec: ModelSpec, positions: Tensor, dtype: torch.dtype) -> Rotation:
-    """The rotation for tokens at the given positions, int64 [tokens]. Angles are computed in float32."""
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
-    frequencies = 1.0 / spec.rope_theta**exponents
+def rotation(rope: Rope | None, positions: Tensor, dtype: torch.dtype) -> Rotation:
+    """The rotation for tokens at the given positions, int64 [tokens]; None rotates nothing.
+
+    Angles are computed in float32.
+    """
+    if rope is None:
+        nothing = torch.empty(len(positions), 1, 0, dtype=dtype)
+        return Rotation(nothing, nothing)
+    exponents = torch.arange(0, rope.dimensions, 2, dtype=torch.float32) / rope.dimensions
+    frequencies = 1.0 / rope.theta**exponents
+    if rope.divisors:
+        frequencies = frequencies / torch.tensor(rope.divisors, dtype=torch.float32)
     angles = positions.float()[:, None] * frequencies
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]
-    return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+    return Rotation((angles.cos() * rope.amplitude).to(dtype), (angles.sin() * rope.amplitude).to(dtype))

@@ -21,15 +21,18 @@ def pass_workspace_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int, longe
     """
     narrow, rows = dtype.itemsize, min(tokens, ROW_CHUNK)
     # hidden, queries and attended, keys and values (twice: they leave as bytes), rotation
-    per_token = spec.hidden_size + 2 * spec.query_size + 4 * spec.kv_size + 2 * spec.head_dim
+    per_token = spec.hidden_size + 2 * spec.query_size + 4 * spec.kv_size + 2 * spec.head_dim * len(set(spec.ropes))
     kept = tokens * per_token * narrow + tokens * spec.head_dim * 3 * WIDE
     # a chunk's widest step: the fused gate and up product, its integer sums, its rescaled copy
     widest = max(2 * spec.intermediate_size, spec.query_size + 2 * spec.kv_size)
     chunk = rows * (widest * (2 * WIDE + 2 * narrow) + spec.hidden_size * 3 * WIDE)
     # a dequantized or reordered copy of the largest matrix
     matrix = widest * spec.hidden_size * narrow
-    mask = min(tokens, QUERY_CHUNK) * longest * (spec.heads // spec.kv_heads) * (1 + WIDE)
-    return kept + max(chunk + matrix, mask)
+    pairs = min(tokens, QUERY_CHUNK) * longest
+    mask = pairs * (spec.heads // spec.kv_heads) * (1 + WIDE)
+    # capped scores of all heads: as computed, wide, and their softmax
+    scores = pairs * spec.heads * (2 * WIDE + 2 * narrow) if spec.attention_soft_cap else 0
+    return kept + max(chunk + matrix, mask + scores)
 
 
 def logits_workspace_bytes(spec: ModelSpec, dtype: torch.dtype, rows: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, MutableMapping
 import torch
 from torch import Tensor
 
-from shared.pack.format import FUSED, NORMS, FileLayout, has_bias, layer_layout, outer_layout
+from shared.pack.format import FUSED, FileLayout, has_bias, layer_layout, norm_shapes, outer_layout
 from shared.pack.sources.source import Source
 from shared.quant.schemes import Scheme
 
@@ -56,7 +56,7 @@ def _layer_tensors(source: Source, layer: int, scheme: Scheme, digests: EncodedD
         digests[f"layers.{layer}.{name}"] = encoded_digest(tensor)
         return tensor
 
-    for norm in NORMS:
+    for norm in norm_shapes(source.spec):
         yield f"{norm}.weight", [in_compute_dtype(f"{norm}.weight")]
     for stored, parts in FUSED.items():
         encoded = []

@@ -40,8 +40,6 @@ FUSED: Mapping[str, tuple[str, ...]] = {
 }
 """Stored matrix -> the logical matrices whose rows it holds, in order."""
 
-NORMS = ("attention_norm", "mlp_norm")
-
 SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -139,17 +137,33 @@ def matrix_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     }
 
 
-def has_bias(spec: ModelSpec, stored_matrix: str) -> bool:
-    """Whether a stored matrix has a bias beside it."""
-    return spec.attention_bias if stored_matrix.startswith("attention.") else spec.mlp_bias
+def norm_shapes(spec: ModelSpec) -> dict[str, tuple[int]]:
+    """Each norm of a layer -> its size."""
+    shapes: dict[str, tuple[int]] = {}
+    if spec.norms != "after":
+        shapes |= dict.fromkeys(("attention_norm", "mlp_norm"), (spec.hidden_size,))
+    if spec.norms != "before":
+        shapes |= dict.fromkeys(("attention_post_norm", "mlp_post_norm"), (spec.hidden_size,))
+    if spec.qk_norm == "head":
+        shapes |= dict.fromkeys(("query_norm", "key_norm"), (spec.head_dim,))
+    if spec.qk_norm == "projection":
+        shapes |= {"query_norm": (spec.query_size,), "key_norm": (spec.kv_size,)}
+    return shapes
+
+
+def has_bias(spec: ModelSpec, matrix: str) -> bool:
+    """Whether a matrix, stored or logical, has a bias beside it."""
+    if matrix.startswith("mlp."):
+        return spec.mlp_bias
+    return spec.attention_bias or (spec.qkv_bias and matrix != "attention.output")
 
 
 def layer_layout(spec: ModelSpec, scheme: Scheme) -> FileLayout:
     """The one offset table that all layers share."""
     shapes = matrix_shapes(spec)
     tensors: dict[str, TensorShape] = {}
-    for norm in NORMS:
-        tensors[f"{norm}.weight"] = (scheme.compute_dtype, (spec.hidden_size,))
+    for norm, norm_shape in norm_shapes(spec).items():
+        tensors[f"{norm}.weight"] = (scheme.compute_dtype, norm_shape)
     for stored, parts in FUSED.items():
         rows, columns = sum(shapes[part][0] for part in parts), shapes[parts[0]][1]
         for suffix, shape in scheme.components(rows, columns).items():

@@ -15,7 +15,6 @@ from shared.model.spec import ModelSpec
 from shared.pack.format import (
     CHAT_TEMPLATE_FILE,
     FORMAT_VERSION,
-    NORMS,
     OUTER_FILE,
     TOKENIZER_FILE,
     FileRecord,
@@ -23,6 +22,7 @@ from shared.pack.format import (
     has_bias,
     layer_file_name,
     matrix_shapes,
+    norm_shapes,
 )
 from shared.quant.schemes import Scheme, scheme_named
 
@@ -66,7 +66,7 @@ def manifest_from_json(text: str) -> Manifest:
     _require(isinstance(value["source"], str), f"source is {value['source']!r}")
     _require(_is_digest(value["model_digest"]), f"model_digest is {value['model_digest']!r}")
     manifest = Manifest(
-        spec=_spec(value["spec"]),
+        spec=ModelSpec.from_json(value["spec"]),
         scheme=scheme_named(value["scheme"]).name,
         model_digest=value["model_digest"],
         files=_files(value["files"]),
@@ -103,7 +103,7 @@ def encoded_names(spec: ModelSpec, scheme: Scheme) -> Iterator[str]:
     """Every logical tensor as the scheme encodes it, in logical order: `layers.0.attention.q.SCB` …"""
     yield "embedding.weight"
     for layer in range(spec.layers):
-        for norm in NORMS:
+        for norm in norm_shapes(spec):
             yield f"layers.{layer}.{norm}.weight"
         for matrix, (rows, columns) in matrix_shapes(spec).items():
             for suffix in scheme.components(rows, columns):
@@ -113,16 +113,6 @@ def encoded_names(spec: ModelSpec, scheme: Scheme) -> Iterator[str]:
     yield "final_norm.weight"
     if not spec.tied_embeddings:
         yield "output.weight"
-
-
-def _spec(value: Any) -> ModelSpec:
-    _require(isinstance(value, dict), f"spec is {value!r}")
-    kinds = {"int": int, "float": int | float, "bool": bool}
-    for field in dataclasses.fields(ModelSpec):
-        found = value.get(field.name)
-        right = isinstance(found, kinds[str(field.type)]) and isinstance(found, bool) == (field.type == "bool")
-        _require(right, f"spec field {field.name} is {found!r}, expected {field.type}")
-    return ModelSpec.from_json(value)
 
 
 def _files(value: Any) -> dict[str, FileRecord]:

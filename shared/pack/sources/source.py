@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shared.errors import DataLossError, UnsupportedModelError
 from shared.model.spec import ModelSpec
-from shared.pack.format import NORMS, has_bias, matrix_shapes
+from shared.pack.format import has_bias, matrix_shapes, norm_shapes
 
 Shape = tuple[int, ...]
 
@@ -75,7 +75,7 @@ def logical_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 def layer_shapes(spec: ModelSpec) -> dict[str, Shape]:
     """The tensors of one layer, in logical order, with their shapes."""
-    shapes: dict[str, Shape] = {f"{norm}.weight": (spec.hidden_size,) for norm in NORMS}
+    shapes: dict[str, Shape] = {f"{norm}.weight": shape for norm, shape in norm_shapes(spec).items()}
     for matrix, (rows, columns) in matrix_shapes(spec).items():
         shapes[f"{matrix}.weight"] = (rows, columns)
         if has_bias(spec, matrix):

@@ -123,7 +123,7 @@ def attend(
 ) -> Tensor:
     """Layer 0 of a pass over parts of (context, new tokens)."""
     segments = TokenBatch.of(([0] * new, context) for context, new in parts).segments
-    return pool.for_pass(segments, tables).attend(0, queries, keys, values)
+    return pool.for_pass(segments, tables).attend(0, SPEC.attention_rules[0], queries, keys, values)
 
 
 def reference(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

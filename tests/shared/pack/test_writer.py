@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from shared.errors import ConfigurationError, DataLossError
-from shared.pack.format import FUSED, NORMS, matrix_shapes
+from shared.pack.format import FUSED, matrix_shapes, norm_shapes
 from shared.pack.manifest import encoded_names, model_digest
 from shared.pack.reader import Pack
 from shared.pack.sources import open_source
@@ -56,7 +56,7 @@ def test_the_safetensors_library_reads_every_file_and_finds_the_encoded_values(
     path, source, kind = tiny_pack(scheme, **FULL), open_source(tiny_model(**FULL)), scheme_named(scheme)
     for layer in range(source.spec.layers):
         stored = load_file(path / f"layers/{layer:05d}.safetensors")
-        for norm in NORMS:
+        for norm in norm_shapes(source.spec):
             expected = source.layer_tensor(layer, f"{norm}.weight").to(kind.compute_dtype)
             assert torch.equal(stored[f"{norm}.weight"], expected)
         for name, parts in FUSED.items():
@@ -110,7 +110,7 @@ def test_the_digest_does_not_depend_on_the_file_layout(scheme: str, tiny_pack: T
     tensors = load_file(pack.outer_path)
     for layer in range(pack.spec.layers):
         stored = load_file(pack.layer_path(layer))
-        for norm in NORMS:
+        for norm in norm_shapes(pack.spec):
             tensors[f"layers.{layer}.{norm}.weight"] = stored[f"{norm}.weight"]
         for name, parts in FUSED.items():
             rows = [matrix_shapes(pack.spec)[part][0] for part in parts]
