@@ -1,0 +1,42 @@
+"""Prompts to measure with: Spec-Bench from the folder that `HEADRACE_BENCH_DATA` names, else the example reports."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from pathlib import Path
+
+SPEC_BENCH_FILE = "spec_bench_dev.jsonl"
+REPORTS_FILE = Path(__file__).parent.parent / "examples" / "reports.jsonl"
+
+
+@dataclass(frozen=True)
+class BenchPrompt:
+    """One conversation to answer, and the kind of text that it asks for."""
+
+    category: str
+    messages: tuple[dict[str, str], ...]
+
+
+def bench_prompts(most_characters: int = 2000) -> list[BenchPrompt]:
+    """Prompts, one category after another in turn, so that any number of them from the start is a fair mixture."""
+    folder = os.environ.get("HEADRACE_BENCH_DATA")
+    found = _spec_bench(Path(folder) / SPEC_BENCH_FILE) if folder else _reports()
+    by_category: dict[str, list[BenchPrompt]] = {}
+    for prompt in found:
+        if sum(len(message["content"]) for message in prompt.messages) <= most_characters:
+            by_category.setdefault(prompt.category, []).append(prompt)
+    in_turn = chain.from_iterable(zip_longest(*by_category.values()))
+    return [prompt for prompt in in_turn if prompt is not None]
+
+
+def _spec_bench(path: Path) -> list[BenchPrompt]:
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [BenchPrompt(line["category"], ({"role": "user", "content": line["turns"][0]},)) for line in lines]
+
+
+def _reports() -> list[BenchPrompt]:
+    lines = map(json.loads, REPORTS_FILE.read_text(encoding="utf-8").splitlines())
+    return [BenchPrompt("report", tuple(line["messages"])) for line in lines]
