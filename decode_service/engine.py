@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from decode_service.sampling import choose_token
@@ -18,18 +15,15 @@ from decode_service.speculation.controller import DraftController
 from decode_service.speculation.draft import Draft
 from decode_service.text.output import Emission
 from decode_service.turn import Turn, turns
-from shared.errors import HeadraceError
-from shared.health import EngineHealth
+from shared.engine import Engine
 from shared.kv.paged import PagedKeyValues
 from shared.metrics import Telemetry
 from shared.model.batch import TokenBatch
 from shared.model.model import Model
 from shared.tensors import from_bytes
 
-log = logging.getLogger(__name__)
 
-
-class DecodeEngine:
+class DecodeEngine(Engine[Sequence]):
     """Runs passes on one thread until the scheduler is closed and empty."""
 
     def __init__(
@@ -48,45 +42,27 @@ class DecodeEngine:
             controller: chooses how many tokens are proposed.
             prompt_tokens: most tokens of prompts computed here in a pass.
         """
-        self._model = model
+        super().__init__("decode-engine", model)
         self._kv = kv
         self._draft = draft
         self._scheduler = scheduler
         self._telemetry = telemetry
         self._controller = controller
         self._prompt_tokens = prompt_tokens
-        self._thread = threading.Thread(target=self._run, name="decode-engine", daemon=True)
 
-    @property
-    def health(self) -> EngineHealth:
-        """Whether passes succeed."""
-        return self._model.health
+    def _next_batch(self, timeout_s: float | None) -> list[Sequence] | None:
+        return self._scheduler.next_batch(timeout_s)
 
-    def start(self) -> None:
-        """Starts the engine's thread."""
-        self.health.watch(self._thread)
-        self._thread.start()
+    def _let_go(self, batch: list[Sequence]) -> None:
+        self._scheduler.pass_done(batch)
 
-    def join(self) -> None:
-        """Waits until everything submitted is done; close the scheduler first."""
-        self._thread.join()
-        self._model.close()
+    def _fail(self, batch: list[Sequence], error: Exception) -> None:
+        for sequence in batch:
+            if not sequence.ended:
+                sequence.fail(error)
 
-    def _run(self) -> None:
-        with torch.inference_mode():
-            while (batch := self._scheduler.next_batch(self.health.retry_s)) is not None:
-                try:
-                    with self.health.working():
-                        if batch:
-                            self._step(batch)
-                        else:
-                            self._model.probe()
-                except Exception as error:
-                    self._fail(batch, error)
-                finally:
-                    self._scheduler.pass_done(batch)
-
-    def _step(self, batch: list[Sequence]) -> None:
+    def _run_batch(self, batch: list[Sequence]) -> None:
+        """Draft, verify, accept."""
         self._choose_first_tokens(batch)
         living = turns((sequence for sequence in batch if not sequence.ended), self._prompt_tokens)
         if living:
@@ -167,11 +143,3 @@ class DecodeEngine:
     def _choose(sequence: Sequence, logits: Tensor, row: int) -> int:
         """The target's token at `row` places behind the sequence, from float32 logits [rows, vocab_size]."""
         return choose_token(logits[row].numpy(), sequence.sampling, len(sequence.tokens) + row)
-
-    @staticmethod
-    def _fail(batch: list[Sequence], error: Exception) -> None:
-        if not isinstance(error, HeadraceError):
-            log.exception("a decode pass failed")
-        for sequence in batch:
-            if not sequence.ended:
-                sequence.fail(error)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 
-import torch
 from torch import Tensor
 
 from prefill_service.scheduler import PromptJob, PromptScheduler
-from shared.errors import CapacityError, HeadraceError
-from shared.health import EngineHealth
+from shared.engine import Engine
+from shared.errors import CapacityError
 from shared.kv.handoff import KvLayout, PrefillOutcome, frames_of_layer
 from shared.kv.prompt import PromptKeyValues
 from shared.metrics import Telemetry
@@ -19,10 +16,8 @@ from shared.model.batch import TokenBatch
 from shared.model.model import Model, Pass
 from shared.tensors import to_bytes
 
-log = logging.getLogger(__name__)
 
-
-class PrefillEngine:
+class PrefillEngine(Engine[PromptJob]):
     """Runs passes on one thread until the scheduler is closed and empty."""
 
     def __init__(
@@ -33,47 +28,29 @@ class PrefillEngine:
         Args:
             spool_bytes: most KV that may wait for slow callers, all together.
         """
-        self._model = model
+        super().__init__("prefill-engine", model)
         self._layout = layout
         self._scheduler = scheduler
         self._telemetry = telemetry
         self._spool_bytes = spool_bytes
         self._unsent: list[PromptJob] = []
-        self._thread = threading.Thread(target=self._run, name="prefill-engine", daemon=True)
         self.running = 0
         """Prompts in the current pass."""
 
-    @property
-    def health(self) -> EngineHealth:
-        """Whether passes succeed."""
-        return self._model.health
+    def _next_batch(self, timeout_s: float | None) -> list[PromptJob] | None:
+        batch = self._scheduler.next_batch(timeout_s)
+        self.running = len(batch or ())
+        return batch
 
-    def start(self) -> None:
-        """Starts the engine's thread."""
-        self.health.watch(self._thread)
-        self._thread.start()
+    def _let_go(self, batch: list[PromptJob]) -> None:
+        self.running = 0
 
-    def join(self) -> None:
-        """Waits until everything submitted is done; close the scheduler first."""
-        self._thread.join()
-        self._model.close()
+    def _fail(self, batch: list[PromptJob], error: Exception) -> None:
+        for job in batch:
+            job.outlet.close(error)
 
-    def _run(self) -> None:
-        with torch.inference_mode():
-            while (batch := self._scheduler.next_batch(self.health.retry_s)) is not None:
-                self.running = len(batch)
-                try:
-                    with self.health.working():
-                        if batch:
-                            self._run_pass(batch)
-                        else:
-                            self._model.probe()
-                except Exception as error:
-                    self._fail(batch, error)
-                finally:
-                    self.running = 0
-
-    def _run_pass(self, jobs: list[PromptJob]) -> None:
+    def _run_batch(self, jobs: list[PromptJob]) -> None:
+        """One pass over the layers; each layer's KV leaves as soon as it is computed."""
         started_s, prompts = time.monotonic(), len(jobs)
         current = self._model.begin(TokenBatch.of((job.token_ids, 0) for job in jobs))
         tokens, streamed_before = len(current.hidden), self._model.streamed_bytes
@@ -128,10 +105,3 @@ class PrefillEngine:
         if kept and len(kept) < len(jobs):
             current.keep(kept)
         return [jobs[index] for index in kept]
-
-    @staticmethod
-    def _fail(jobs: list[PromptJob], error: Exception) -> None:
-        if not isinstance(error, HeadraceError):
-            log.exception("a prefill pass failed")
-        for job in jobs:
-            job.outlet.close(error)
