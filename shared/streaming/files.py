@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
+import time
+from mmap import mmap
 from pathlib import Path
 
-from torch import Tensor
-
 from shared.errors import DataLossError, UnavailableError
-from shared.pack.format import FileLayout
-from shared.tensors import byte_view
+from shared.pack.format import PAGE, FileLayout
 
 log = logging.getLogger(__name__)
+
+Stamp = tuple[int, ...]
+"""Which file is open, and when it was last changed: equal stamps, equal content, as far as the filesystem knows."""
 
 
 class DataFile:
@@ -29,52 +32,91 @@ class DataFile:
             UnavailableError: the file cannot be opened.
         """
         self.label = label
-        self._layout = layout
-        self._data_start = layout.data_start
+        self._path = path
+        self._header = layout.header()
         self._sha256 = sha256
-        try:
-            self._descriptor = _open_direct(path)
-        except OSError as error:
-            raise UnavailableError(f"{label} cannot be opened: {error.strerror}; restore {path.name}") from error
+        self._descriptor = self._open()
 
-    def read(self, into: Tensor, offset: int) -> int:
-        """Fills `into`, uint8, from `offset` bytes into the data section; returns the bytes read.
+    def read(self, into: memoryview, offset: int) -> int:
+        """Fills `into` from `offset` bytes into the data section; returns the bytes read.
 
         Raises:
             DataLossError: the file ends early.
             UnavailableError: the disk reports an error.
         """
-        view, done = byte_view(into), 0
-        while done < len(view):
+        start, done = len(self._header) + offset, 0
+        while done < len(into):
             try:
-                count = os.preadv(self._descriptor, [view[done:]], self._data_start + offset + done)
+                count = os.preadv(self._descriptor, [into[done:]], start + done)
             except OSError as error:
                 raise UnavailableError(f"{self.label} cannot be read: {error.strerror}; check the disk") from error
             if count == 0:
-                raise DataLossError(f"{self.label} is truncated at byte {self._data_start + offset + done}; pack again")
+                raise DataLossError(f"{self.label} is truncated at byte {start + done}; pack the model again")
             done += count
         return done
 
-    def verify(self, data: Tensor) -> None:
-        """Compares data that was read, uint8 [data_bytes], with the manifest's digest of the whole file.
+    def stamp(self) -> Stamp:
+        """Changes whenever the file does; where nobody can tell, it is never the same twice."""
+        try:
+            status = os.fstat(self._descriptor)
+        except OSError:
+            return (time.monotonic_ns(),)
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+    def verify(self, data: memoryview) -> None:
+        """Compares the whole data section, as it was read, with the manifest's digest of the whole file.
 
         Raises:
             DataLossError: they differ.
         """
-        digest = hashlib.sha256(self._layout.header())
-        digest.update(byte_view(data))
+        digest = hashlib.sha256(self._header)
+        digest.update(data)
         if digest.hexdigest() != self._sha256:
             raise DataLossError(f"{self.label} does not match its digest; pack the model again")
+
+    def reopen(self) -> None:
+        """Opens whatever lies at the path by now: a file that was replaced, or whose device went and came back.
+
+        Nothing may be reading. On failure the file stays open as it was.
+
+        Raises:
+            UnavailableError: the file cannot be opened.
+        """
+        stale, self._descriptor = self._descriptor, self._open()
+        os.close(stale)
 
     def close(self) -> None:
         os.close(self._descriptor)
 
+    def _open(self) -> int:
+        try:
+            return _open_direct(self._path)
+        except OSError as error:
+            raise UnavailableError(
+                f"{self.label} cannot be opened: {error.strerror}; restore {self._path.name}"
+            ) from error
+
 
 def _open_direct(path: Path) -> int:
+    descriptor = None
     try:
-        return os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+        _try_to_read(descriptor)
     except OSError as error:
-        if isinstance(error, FileNotFoundError | PermissionError):
+        if error.errno != errno.EINVAL:
             raise
+        if descriptor is not None:
+            os.close(descriptor)
         log.warning("%s: the filesystem refuses O_DIRECT; reading through the page cache", path.name)
         return os.open(path, os.O_RDONLY)
+    return descriptor
+
+
+def _try_to_read(descriptor: int) -> None:
+    """Some filesystems refuse O_DIRECT, with EINVAL, only when something is read. Other errors can wait till then."""
+    with mmap(-1, PAGE) as page:
+        try:
+            os.preadv(descriptor, [page], 0)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                raise

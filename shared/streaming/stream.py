@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 from shared.model.layers import LayerWeights
 from shared.pack.format import bind
 from shared.pack.reader import Pack
 from shared.streaming.files import DataFile
 from shared.streaming.plan import Residency
-from shared.streaming.ring import Ring, Slot
-from shared.tensors import aligned_buffer
+from shared.streaming.ring import READERS, Ring, Slot
+from shared.tensors import aligned_buffer, byte_view
 
 
 class LayerStream:
     """Walks a pack's layers. One walk at a time, from one thread."""
 
-    def __init__(self, pack: Pack, residency: Residency, readers: int = 2) -> None:
+    def __init__(
+        self, pack: Pack, residency: Residency, readers: int = READERS, *, verify_always: bool = False
+    ) -> None:
         """Loads and verifies the resident layers, and starts reading the first streamed ones.
+
+        Args:
+            verify_always: compare a streamed layer's digest whenever it is read, not only when it is new or changed.
 
         Raises:
             DataLossError, UnavailableError: a layer cannot be read as it was packed.
@@ -25,12 +31,9 @@ class LayerStream:
         self._pack = pack
         self._layers = pack.spec.layers
         self._resident = {layer: self._load(layer) for layer in sorted(residency.resident)}
-        streamed = [layer for layer in range(self._layers) if layer not in residency.resident]
-        self._ring = (
-            Ring([self._file(layer) for layer in streamed], [self._slot() for _ in range(residency.slots)], readers)
-            if streamed
-            else None
-        )
+        files = self._open(layer for layer in range(self._layers) if layer not in residency.resident)
+        slots = [self._slot() for _ in range(residency.slots)]
+        self._ring = Ring(files, slots, readers, verify_always) if files else None
 
     @property
     def streamed_bytes(self) -> int:
@@ -40,28 +43,36 @@ class LayerStream:
     def walk(self) -> Iterator[tuple[int, LayerWeights]]:
         """One pass: every layer in order. A layer's weights are valid until the next one is asked for.
 
-        A walk that is left early (nobody waits for it any more) starts the ring again.
+        A walk may be left at any layer; from the moment that another one begins, it must not be continued.
 
         Raises:
-            DataLossError, UnavailableError: a layer cannot be read as it was packed; the next walk retries.
+            DataLossError, UnavailableError: a layer cannot be read as it was packed; the next walk tries again.
         """
-        try:
-            for layer in range(self._layers):
-                if layer in self._resident:
-                    yield layer, self._resident[layer]
-                elif self._ring:
-                    slot = self._ring.take()
-                    yield layer, slot.weights
-                    self._ring.give_back(slot)
-        except GeneratorExit:
-            if self._ring:
-                self._ring.rewind()
-            raise
+        if self._ring:
+            # Here and not where a walk is left: a walk that ended in an error may be closed much later, by any thread.
+            self._ring.rewind()
+        for layer in range(self._layers):
+            if layer in self._resident:
+                yield layer, self._resident[layer]
+            elif self._ring:
+                slot = self._ring.take()
+                yield layer, slot.weights
+                self._ring.give_back(slot)
 
     def close(self) -> None:
         """Stops reading ahead."""
         if self._ring:
             self._ring.close()
+
+    def _open(self, layers: Iterator[int]) -> list[DataFile]:
+        """Opens the files of those layers: all of them, or none."""
+        with ExitStack() as opened:
+            files = []
+            for layer in layers:
+                files.append(self._file(layer))
+                opened.callback(files[-1].close)
+            opened.pop_all()
+        return files
 
     def _file(self, layer: int) -> DataFile:
         path = self._pack.layer_path(layer)
@@ -73,9 +84,10 @@ class LayerStream:
 
     def _load(self, layer: int) -> LayerWeights:
         slot, file = self._slot(), self._file(layer)
+        view = byte_view(slot.buffer)
         try:
-            file.read(slot.buffer, 0)
-            file.verify(slot.buffer)
+            file.read(view, 0)
+            file.verify(view)
         finally:
             file.close()
         return slot.weights

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import DataLossError
+from shared.errors import DataLossError, UnavailableError
 from shared.pack.format import PAGE, FileLayout
 from shared.pack.reader import Pack
 from shared.streaming.files import DataFile
-from shared.tensors import aligned_buffer
+from shared.tensors import aligned_buffer, byte_view
 from tests.conftest import TinyPack
 
 SYMBOLS = Path("/proc/kallsyms")
@@ -31,7 +31,7 @@ def test_any_aligned_range_of_the_data_is_read(pack: Pack) -> None:
     try:
         for offset, size in ((0, len(whole)), (PAGE, 2 * PAGE), (len(whole) - PAGE, PAGE)):
             buffer = aligned_buffer(size)
-            assert file.read(buffer, offset) == size
+            assert file.read(byte_view(buffer), offset) == size
             assert buffer.numpy().tobytes() == whole[offset : offset + size]
     finally:
         file.close()
@@ -45,8 +45,8 @@ def test_a_file_that_ends_early_is_refused_with_the_place(tmp_path: Path, pack: 
         path.write_bytes(whole[:kept])
         file = DataFile(path, pack.layer_layout, pack.layer_digest(0), "layer 0")
         try:
-            with pytest.raises(DataLossError, match=rf"layer 0 is truncated at byte {kept}; pack again"):
-                file.read(aligned_buffer(pack.layer_layout.data_bytes), 0)
+            with pytest.raises(DataLossError, match=rf"layer 0 is truncated at byte {kept}; pack the model again"):
+                file.read(byte_view(aligned_buffer(pack.layer_layout.data_bytes)), 0)
         finally:
             file.close()
 
@@ -56,16 +56,58 @@ def test_the_digest_covers_header_and_data(pack: Pack) -> None:
     file = DataFile(pack.layer_path(2), pack.layer_layout, pack.layer_digest(2), "layer 2")
     other = DataFile(pack.layer_path(2), pack.outer_layout, pack.layer_digest(2), "layer 2")
     try:
-        file.read(data, 0)
-        file.verify(data)
+        file.read(byte_view(data), 0)
+        file.verify(byte_view(data))
         with pytest.raises(DataLossError, match="layer 2 does not match its digest"):
-            other.verify(data)
+            other.verify(byte_view(data))
         data[-1] ^= 1
         with pytest.raises(DataLossError, match="layer 2 does not match its digest"):
-            file.verify(data)
+            file.verify(byte_view(data))
     finally:
         file.close()
         other.close()
+
+
+def test_a_file_that_was_replaced_is_read_after_reopening_and_its_stamp_tells(tmp_path: Path, pack: Pack) -> None:
+    path, start = tmp_path / "layer", pack.layer_layout.data_start
+    path.write_bytes(pack.layer_path(0).read_bytes())
+    file, buffer = DataFile(path, pack.layer_layout, pack.layer_digest(0), "layer 0"), aligned_buffer(PAGE)
+    try:
+        stamp = file.stamp()
+        assert file.stamp() == stamp
+        replacement = tmp_path / "replacement"
+        replacement.write_bytes(pack.layer_path(1).read_bytes())
+        replacement.rename(path)
+        file.reopen()
+        assert file.stamp() != stamp
+        file.read(byte_view(buffer), 0)
+        assert buffer.numpy().tobytes() == path.read_bytes()[start:][:PAGE]
+    finally:
+        file.close()
+
+
+def test_a_file_that_cannot_be_reopened_stays_open_as_it_was(tmp_path: Path, pack: Pack) -> None:
+    path = tmp_path / "layer"
+    path.write_bytes(pack.layer_path(0).read_bytes())
+    file = DataFile(path, pack.layer_layout, pack.layer_digest(0), "layer 0")
+    try:
+        path.unlink()
+        with pytest.raises(UnavailableError, match="layer 0 cannot be opened: No such file.*; restore layer"):
+            file.reopen()
+        data = aligned_buffer(pack.layer_layout.data_bytes)
+        file.read(byte_view(data), 0)
+        file.verify(byte_view(data))
+    finally:
+        file.close()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission_is_unavailable_by_name(tmp_path: Path, pack: Pack) -> None:
+    path = tmp_path / "layer"
+    path.write_bytes(pack.layer_path(0).read_bytes())
+    path.chmod(0)
+    with pytest.raises(UnavailableError, match="layer 0 cannot be opened: Permission denied"):
+        DataFile(path, pack.layer_layout, pack.layer_digest(0), "layer 0")
 
 
 def test_where_the_filesystem_refuses_direct_reads_the_page_cache_serves(caplog: pytest.LogCaptureFixture) -> None:
@@ -78,7 +120,7 @@ def test_where_the_filesystem_refuses_direct_reads_the_page_cache_serves(caplog:
             "kallsyms: the filesystem refuses O_DIRECT; reading through the page cache"
         ]
         buffer = aligned_buffer(4 * PAGE)
-        assert file.read(buffer, PAGE) == 4 * PAGE
+        assert file.read(byte_view(buffer), PAGE) == 4 * PAGE
         begin = layout.data_start + PAGE
         with SYMBOLS.open("rb") as symbols:
             assert buffer.numpy().tobytes() == symbols.read(begin + 4 * PAGE)[begin:]

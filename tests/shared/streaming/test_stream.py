@@ -103,7 +103,9 @@ def test_a_file_that_is_cut_off_fails_by_name_and_is_read_again_once_it_is_whole
         try:
             with path.open("r+b") as file:
                 file.truncate(damaged.layer_layout.data_start + 4096)
-                with pytest.raises(DataLossError, match=f"layer {layer} is truncated at byte 8192; pack again"):
+                with pytest.raises(
+                    DataLossError, match=f"layer {layer} is truncated at byte 8192; pack the model again"
+                ):
                     walk_twice(stream)
                 file.write(whole)
             assert_walk(stream, stored)
@@ -147,6 +149,64 @@ def test_a_file_that_the_disk_cannot_read_fails_by_name(damaged: Pack) -> None:
                 walk_twice(stream)
     finally:
         stream.close()
+
+
+def test_a_file_that_is_replaced_by_another_is_read_again_once_the_old_one_fails(
+    damaged: Pack, stored: list[dict[str, Tensor]]
+) -> None:
+    path = damaged.layer_path(3)
+    stream = LayerStream(damaged, NOTHING_RESIDENT)
+    try:
+        restored = Path(shutil.copy(path, path.with_name("restored")))
+        os.truncate(path, 8192)
+        path.unlink()
+        for _ in range(2):
+            with pytest.raises(UnavailableError, match="layer 3 cannot be opened: No such file"):
+                walk_twice(stream)
+        restored.rename(path)
+        assert_walk(stream, stored)
+        walk_twice(stream)
+    finally:
+        stream.close()
+
+
+def test_bytes_that_change_after_the_first_pass_are_never_used(damaged: Pack) -> None:
+    stream = LayerStream(damaged, NOTHING_RESIDENT)
+    try:
+        walk_twice(stream)
+        with changed_byte(damaged.layer_path(4)), pytest.raises(DataLossError, match="layer 4 does not match"):
+            walk_twice(stream)
+    finally:
+        stream.close()
+
+
+def test_a_walk_that_is_closed_late_does_not_disturb_the_one_that_runs(
+    pack: Pack, stored: list[dict[str, Tensor]]
+) -> None:
+    stream = LayerStream(pack, NOTHING_RESIDENT)
+    try:
+        left = stream.walk()
+        next(left)
+        running = stream.walk()
+        _, weights = next(running)
+        closing = threading.Thread(target=left.close)
+        closing.start()
+        closing.join()
+        assert_equal(tensors_of(weights), stored[0])
+        for layer, weights in running:
+            assert_equal(tensors_of(weights), stored[layer])
+    finally:
+        stream.close()
+
+
+def test_a_stream_that_cannot_start_leaves_nothing_open(damaged: Pack) -> None:
+    damaged.layer_path(LAYERS - 1).unlink()
+    threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    for resident in (frozenset[int](), frozenset({LAYERS - 1})):
+        with pytest.raises(UnavailableError, match=f"layer {LAYERS - 1} cannot be opened"):
+            LayerStream(damaged, Residency(resident, 2))
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert set(threading.enumerate()) == threads
 
 
 def test_no_thread_is_left_after_closing(pack: Pack) -> None:

@@ -1,10 +1,11 @@
-"""A pack's layer files that tell what is read of them, and fail on demand."""
+"""A pack's layer files that tell what is done to them, and fail on demand."""
 
 from __future__ import annotations
 
+import errno
+import os
+from dataclasses import dataclass, field
 from queue import SimpleQueue
-
-from torch import Tensor
 
 from shared.errors import UnavailableError
 from shared.model.layers import LayerWeights
@@ -18,20 +19,48 @@ PATIENCE_S = 60
 """How long a test waits for an event that must come."""
 
 
+@dataclass
+class Disk:
+    """What the files of a test have in common: who reads what, and what goes wrong."""
+
+    reads: SimpleQueue[int] = field(default_factory=SimpleQueue)
+    """The layer of every read, as it begins."""
+    verified: SimpleQueue[int] = field(default_factory=SimpleQueue)
+    """The layer of every digest that is compared."""
+    failed: SimpleQueue[int] = field(default_factory=SimpleQueue)
+    """The layer of every read that has failed."""
+    broken: set[int] = field(default_factory=set)
+    """Layers whose reads end in an input/output error."""
+    flipping: set[int] = field(default_factory=set)
+    """Layers of which every read brings another bit than the file has, silently."""
+
+
 class WatchedFile(DataFile):
-    """Reports the start of every read."""
+    """A layer's file on such a disk."""
 
-    def __init__(self, pack: Pack, layer: int, reads: SimpleQueue[int]) -> None:
+    def __init__(self, pack: Pack, layer: int, disk: Disk) -> None:
         super().__init__(pack.layer_path(layer), pack.layer_layout, pack.layer_digest(layer), f"layer {layer}")
-        self.broken = False
         self._layer = layer
-        self._reads = reads
+        self._disk = disk
 
-    def read(self, into: Tensor, offset: int) -> int:
-        self._reads.put(self._layer)
-        if self.broken:
-            raise UnavailableError(f"{self.label} cannot be read: broken by the test")
-        return super().read(into, offset)
+    def read(self, into: memoryview, offset: int) -> int:
+        self._disk.reads.put(self._layer)
+        if self._layer in self._disk.broken:
+            self._disk.failed.put(self._layer)
+            raise UnavailableError(f"{self.label} cannot be read: {os.strerror(errno.EIO)}; check the disk")
+        size_bytes = super().read(into, offset)
+        if self._layer in self._disk.flipping:
+            into[-1] ^= 1
+        return size_bytes
+
+    def verify(self, data: memoryview) -> None:
+        self._disk.verified.put(self._layer)
+        super().verify(data)
+
+
+def following(events: SimpleQueue[int], count: int) -> list[int]:
+    """The next events of a kind, waiting for them to happen."""
+    return [events.get(timeout=PATIENCE_S) for _ in range(count)]
 
 
 def slot_for(pack: Pack) -> Slot:
