@@ -66,7 +66,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     context_length = min(arguments.context_length or pack.spec.context_length, pack.spec.context_length)
     plan = _plan(pack, draft_pack, arguments, context_length)
     log_plan(log, plan)
-    model = Model(pack, plan.residency)
+    model = Model(pack, plan.residency, verify_always=arguments.verify == "always")
     kv = PagedKeyValues(pack.spec, model.dtype, plan.kv_blocks)
     draft = build_draft(arguments.draft, draft_pack, model, kv, plan.kv_blocks)
 

@@ -42,7 +42,8 @@ async def serve(arguments: argparse.Namespace) -> None:
     spool_bytes = parse_bytes(arguments.spool)
     plan = _plan(pack, arguments.memory_bytes, max(context_length, arguments.pass_tokens), context_length, spool_bytes)
     log_plan(log, plan)
-    model, layout = Model(pack, plan.residency), layout_of(pack)
+    layout = layout_of(pack)
+    model = Model(pack, plan.residency, verify_always=arguments.verify == "always")
 
     scheduler = PromptScheduler(arguments.pass_tokens, arguments.queue_limit)
     telemetry = Telemetry(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shared.errors import DataLossError, UnavailableError
+
+log = logging.getLogger(__name__)
 
 STALL_S = 120.0
 """An engine whose work brings no new layer for this long hangs."""
@@ -44,15 +47,22 @@ class EngineHealth:
         """A layer has come."""
         self._last_progress_s = time.monotonic()
 
+    def recovered(self) -> None:
+        """Every layer has come: the weights can be read."""
+        if self._storage_failed:
+            log.info("the weights can be read again")
+        self._storage_failed = False
+
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Around a pass: one that ends well shows that the weights can be read."""
+        """Around a pass. One that fails because weights cannot be read makes the engine unhealthy until it recovers."""
         self.progress()
         self._working = True
         try:
             yield
-            self._storage_failed = False
-        except (DataLossError, UnavailableError):
+        except (DataLossError, UnavailableError) as error:
+            if not self._storage_failed:
+                log.error("%s; trying again every %g s", error, RETRY_S)
             self._storage_failed = True
             raise
         finally:

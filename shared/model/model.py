@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
+import torch
 from torch import Tensor
 
 from shared.health import EngineHealth
@@ -21,11 +22,19 @@ from shared.streaming.stream import LayerStream
 class Model:
     """Runs passes. Used by one thread."""
 
-    def __init__(self, pack: Pack, residency: Residency, outer: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        pack: Pack,
+        residency: Residency,
+        outer: Mapping[str, Tensor] | None = None,
+        *,
+        verify_always: bool = False,
+    ) -> None:
         """Loads outer weights and resident layers, and starts reading the others.
 
         Args:
             outer: the outer weights, where another model has loaded the same ones.
+            verify_always: compare a streamed layer's digest whenever it is read.
 
         Raises:
             DataLossError, UnavailableError: the pack cannot be read as it was written.
@@ -40,7 +49,7 @@ class Model:
             if pack.spec.tied_embeddings
             else EmbeddingFile(pack.outer_path, pack.outer_layout.data_start, pack.embedding)
         )
-        self._stream = LayerStream(pack, residency)
+        self._stream = LayerStream(pack, residency, verify_always=verify_always)
         self.health = EngineHealth()
         """Of the engine that runs this model."""
 
@@ -58,13 +67,15 @@ class Model:
         for layer, weights in self._stream.walk():
             self.health.progress()
             yield layer, weights
+        self.health.recovered()
 
     def probe(self) -> None:
-        """Reads every streamed layer once, to see whether that works.
+        """Reads every streamed layer once, and a row of the embedding, to see whether that works.
 
         Raises:
             DataLossError, UnavailableError: it does not.
         """
+        self.embed(torch.zeros(1, dtype=torch.int64))
         for _ in self.walk():
             pass
 
