@@ -1,0 +1,165 @@
+"""The decode engine on its own: whatever a draft proposes the answer is the target's, and a failed pass ends well."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from decode_service.engine import DecodeEngine
+from decode_service.sampling import SamplingParams
+from decode_service.scheduler import DecodeScheduler
+from decode_service.sequence import Sequence
+from decode_service.speculation.controller import DraftController
+from decode_service.speculation.draft import Draft, NoDraft
+from decode_service.text.output import Emission, TextOutput
+from decode_service.text.stopping import StopConditions
+from decode_service.text.tokenizer import Tokenizer
+from shared.blocks import BlockPool
+from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues
+from shared.metrics import Identity, Telemetry
+from shared.model.model import Model
+from shared.outlet import Outlet
+from shared.pack.reader import Pack
+from tests.conftest import TinyPack
+from tests.end_to_end.reference import plain_answer
+from tests.end_to_end.stack import everything
+
+BLOCKS, MAX_TOKENS, LONGEST = 40, 24, 6
+PROMPTS = [[5, 6, 7, 5, 6], [200], [9] * 40, [301, 77, 13]]
+SAMPLED = SamplingParams(temperature=0.9, top_k=40, seed=11)
+
+
+@pytest.fixture(scope="module")
+def pack(tiny_pack: TinyPack) -> Path:
+    return tiny_pack("fp32")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine at work, without services around it."""
+
+    pack: Pack
+    scheduler: DecodeScheduler
+    telemetry: Telemetry
+
+    def submit(self, prompt: list[int], sampling: SamplingParams) -> Sequence:
+        """A sequence whose prompt is computed in the engine's own passes."""
+        tokenizer = Tokenizer(self.pack.tokenizer_json(), None, {})
+        ends = frozenset(self.pack.manifest.end_token_ids)
+        sequence = Sequence(
+            request_id="",
+            tokens=list(prompt),
+            prompt_tokens=len(prompt),
+            max_tokens=MAX_TOKENS,
+            sampling=sampling,
+            output=TextOutput(tokenizer, StopConditions(MAX_TOKENS), ends),
+            outlet=Outlet[Emission](),
+            on_admitted=lambda: self.scheduler.start(sequence, None),
+        )
+        self.scheduler.submit(sequence)
+        return sequence
+
+
+@asynccontextmanager
+async def engine_with(path: Path, draft: Draft) -> AsyncIterator[Engine]:
+    """Runs until everything submitted has ended; then no block may be in use."""
+    pack = Pack.open(path)
+    model = Model(pack, everything(pack))
+    scheduler = DecodeScheduler(BlockPool(BLOCKS, BLOCK_TOKENS), batch_limit=8, queue_limit=8, unread_limit=1000)
+    telemetry = Telemetry(
+        Identity(stage="decode", model_digest="", scheme="fp32", context_length=512, layers=4, budget_bytes=1)
+    )
+    kv = PagedKeyValues(pack.spec, model.dtype, BLOCKS)
+    controller = DraftController(LONGEST, LONGEST, rows_limit=1024)
+    engine = DecodeEngine(model, kv, draft, scheduler, telemetry, controller, 16)
+    engine.start()
+    try:
+        yield Engine(pack, scheduler, telemetry)
+    finally:
+        scheduler.close()
+        await asyncio.to_thread(engine.join)
+    scheduler.check_integrity()
+    assert scheduler.blocks_used == 0
+
+
+async def tokens_of(sequence: Sequence) -> tuple[int, ...]:
+    return tuple([token async for emission in sequence.outlet for token in emission.token_ids])
+
+
+def expected(path: Path, sampling: SamplingParams) -> list[tuple[int, ...]]:
+    everywhere = everything(Pack.open(path))
+    return [plain_answer(path, everywhere, prompt, MAX_TOKENS, sampling)[0] for prompt in PROMPTS]
+
+
+class ScriptedDraft:
+    """Proposes what a function of the sequence and the count says."""
+
+    def __init__(self, script: Callable[[Sequence, int], list[int]]) -> None:
+        self._script = script
+
+    def propose(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
+        return [self._script(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("seed", range(3))
+async def test_whatever_a_draft_proposes_the_answer_is_the_targets_own(
+    pack: Path, sampling: SamplingParams, seed: int
+) -> None:
+    chance = random.Random(seed)
+    answers = expected(pack, sampling)
+    by_prompt = dict(zip(map(tuple, PROMPTS), answers, strict=True))
+
+    def mostly_right(sequence: Sequence, count: int) -> list[int]:
+        """The right tokens, some of them replaced, of a length of its own."""
+        answer = by_prompt[tuple(sequence.tokens[: sequence.prompt_tokens])]
+        coming = answer[sequence.generated_tokens :][: chance.randint(0, count)]
+        return [token if chance.random() < 0.7 else chance.randrange(320) for token in coming]
+
+    async with engine_with(pack, ScriptedDraft(mostly_right)) as engine:
+        sequences = [engine.submit(prompt, sampling) for prompt in PROMPTS]
+        assert [await tokens_of(sequence) for sequence in sequences] == answers
+        totals = engine.telemetry.totals
+    assert 0 < totals.accepted_tokens < totals.draft_tokens
+    assert sum(sequence.accepted_tokens for sequence in sequences) == totals.accepted_tokens
+
+
+async def test_a_draft_that_is_always_right_makes_an_answer_take_few_passes(pack: Path) -> None:
+    (answer, *_) = expected(pack, SAMPLED)
+
+    def right(sequence: Sequence, count: int) -> list[int]:
+        return list(answer[sequence.generated_tokens :][:count])
+
+    async with engine_with(pack, ScriptedDraft(right)) as engine:
+        sequence = engine.submit(PROMPTS[0], SAMPLED)
+        assert await tokens_of(sequence) == answer
+    after_the_first = len(answer) - 1
+    assert sequence.passes == 1 + -(-after_the_first // (LONGEST + 1))
+
+
+async def test_a_pass_that_fails_ends_its_sequences_with_the_error_and_the_next_ones_are_served(
+    pack: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(sequence: Sequence, count: int) -> list[int]:
+        if sequence.prompt_tokens == 1:
+            raise ZeroDivisionError("a defect")
+        return []
+
+    async with engine_with(pack, ScriptedDraft(broken)) as engine:
+        with pytest.raises(ZeroDivisionError):
+            await tokens_of(engine.submit([200], SamplingParams()))
+        healthy = await tokens_of(engine.submit(PROMPTS[3], SamplingParams()))
+    assert healthy == expected(pack, SamplingParams())[3]
+    assert "pass failed" in caplog.text
+
+
+async def test_closing_serves_everything_that_was_submitted(pack: Path) -> None:
+    async with engine_with(pack, NoDraft()) as engine:
+        sequences = [engine.submit(prompt, SamplingParams()) for prompt in PROMPTS]
+    assert [await tokens_of(sequence) for sequence in sequences] == expected(pack, SamplingParams())
