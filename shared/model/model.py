@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
-import torch
 from torch import Tensor
 
 from shared.health import EngineHealth
