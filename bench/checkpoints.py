@@ -26,7 +26,8 @@ from shared.model.spec import ModelSpec
 from shared.pack.format import matrix_shapes, norm_shapes
 from shared.pack.sources import open_source
 from shared.pack.sources.embedded import embedded_model
-from shared.pack.sources.safetensors_folder import LAYER_NAMES, OUTER_NAMES
+from shared.pack.sources.families import LAYER_NAMES
+from shared.pack.sources.safetensors_folder import OUTER_NAMES
 from shared.pack.sources.source import Source
 
 SPLIT_NOISE = 0.5

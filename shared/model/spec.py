@@ -14,6 +14,9 @@ Activation = Literal["silu", "gelu_tanh"]
 NormPlacement = Literal["before", "after", "both"]
 QkNorm = Literal["none", "head", "projection"]
 
+MOST_LAYERS = 4096
+"""More than any model has; bounds what a damaged description can make us allocate."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalAttention:
@@ -112,6 +115,10 @@ class ModelSpec:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise UnsupportedModelError(f"model field {name} is {value!r}; it must be positive")
+        if self.layers > MOST_LAYERS:
+            raise UnsupportedModelError(
+                f"model field layers is {self.layers}; the most that is loaded is {MOST_LAYERS}"
+            )
         for name in _POSITIVE_NUMBERS:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):

@@ -6,13 +6,12 @@ from pathlib import Path
 
 from shared.errors import UnsupportedModelError
 from shared.pack.sources import gguf_file, safetensors_folder
+from shared.pack.sources.refusals import PICKLE_SUFFIXES, pickle_message
 from shared.pack.sources.source import Source
 
 __all__ = ["SUPPORTED", "Source", "open_source"]
 
-SUPPORTED = "a GGUF file, or a Hugging Face folder with config.json and safetensors files, of the Llama architecture"
-
-PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".ckpt"}
+SUPPORTED = "a GGUF file, or a Hugging Face folder with config.json and safetensors files"
 
 
 def open_source(path: Path) -> Source:
@@ -28,7 +27,7 @@ def open_source(path: Path) -> Source:
     if gguf_file.is_gguf(path):
         return gguf_file.open_gguf(path)
     if path.suffix in PICKLE_SUFFIXES:
-        raise UnsupportedModelError(safetensors_folder.pickle_message(path))
+        raise UnsupportedModelError(pickle_message(path))
     if path.suffix == ".safetensors":
         raise UnsupportedModelError(f"{path.name} is one file of a checkpoint; give the folder that holds it")
     raise UnsupportedModelError(f"{path.name} is no checkpoint that Headrace packs; expected {SUPPORTED}")

@@ -1,4 +1,4 @@
-"""A Hugging Face `config.json` of the Llama family, mapped to a `ModelSpec`.
+"""A Hugging Face `config.json`, mapped to a `ModelSpec`.
 
 Every field is either understood, known to change nothing, or refused by name: an overlooked field would mean wrong
 output without a word.
@@ -6,34 +6,34 @@ output without a word.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from shared.errors import UnsupportedModelError
-from shared.model.spec import ModelSpec
-
-JsonObject = Mapping[str, Any]
+from shared.model.spec import MOST_LAYERS, ModelSpec
+from shared.pack.sources.config import Config, JsonObject
+from shared.pack.sources.families import FAMILIES, Family
+from shared.pack.sources.family_fields import head_dim
+from shared.pack.sources.refusals import refuse_config
 
 UNDERSTOOD = {
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
-    "tie_word_embeddings", "attention_bias", "mlp_bias", "eos_token_id",
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta",
+    "rope_scaling", "rope_parameters", "tie_word_embeddings", "eos_token_id",
 }  # fmt: skip
 
 ONLY_VALUE: JsonObject = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_act": "silu",
     "rope_interleaved": False,
     "partial_rotary_factor": 1.0,
     "use_sliding_window": False,
+    "attention_bias": False,
+    "mlp_bias": False,
     "is_encoder_decoder": False,
     "add_cross_attention": False,
     "is_decoder": False,
     "cross_attention_hidden_size": None,
     "pruned_heads": {},
 }
-"""Fields of which this version understands one value."""
+"""Fields of which one value is understood, where a family does not say otherwise."""
 
 WITHOUT_EFFECT = {
     # about training, or about how weights and outputs are held by other software
@@ -41,7 +41,7 @@ WITHOUT_EFFECT = {
     "transformers_version", "_name_or_path", "name_or_path", "is_llama_config", "output_attentions",
     "output_hidden_states", "return_dict", "torchscript", "use_bfloat16", "tf_legacy_loss", "_attn_implementation",
     "_attn_implementation_autoset", "_commit_hash", "chunk_size_feed_forward", "tie_encoder_decoder",
-    "unsloth_version", "unsloth_fixed", "transformers.js_config",
+    "unsloth_version", "unsloth_fixed", "transformers.js_config", "auto_map",
     # about other tasks
     "finetuning_task", "id2label", "label2id", "problem_type", "task_specific_params", "tokenizer_class", "prefix",
     # defaults for generating, which requests state themselves
@@ -53,87 +53,63 @@ WITHOUT_EFFECT = {
     "begin_suppress_tokens",
 }  # fmt: skip
 
-DEFAULT_ROPE_THETA = 10_000.0
+
+def family_of_config(config: JsonObject, checkpoint: str) -> Family:
+    """The family that a `config.json` belongs to.
+
+    Raises:
+        UnsupportedModelError: none that this version loads; the message says what the model is and what to do.
+    """
+    refuse_config(config, checkpoint)
+    model_type, architectures = config.get("model_type"), config.get("architectures")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise UnsupportedModelError(
+            f"{checkpoint}: model_type is {model_type!r}; this version loads {', '.join(FAMILIES)}"
+        )
+    if architectures is not None and architectures != [family.architecture]:
+        raise UnsupportedModelError(
+            f"{checkpoint}: architectures is {architectures!r}; of {family.name} this version loads "
+            f"{family.architecture!r} only"
+        )
+    return family
 
 
 def spec_of_config(config: JsonObject, checkpoint: str) -> ModelSpec:
-    """The spec that a `config.json` describes; absent fields have the defaults of the Llama configuration.
+    """The spec that a `config.json` describes; absent fields have the defaults of the family's configuration.
 
     Raises:
         UnsupportedModelError: another architecture, a field or value with a meaning that this version does not know.
     """
-    _check_fields(config, checkpoint)
-    heads = _integer(config, "num_attention_heads", checkpoint)
-    hidden_size = _integer(config, "hidden_size", checkpoint)
-    return ModelSpec(
-        hidden_size=hidden_size,
-        intermediate_size=_integer(config, "intermediate_size", checkpoint),
-        layers=_integer(config, "num_hidden_layers", checkpoint),
-        heads=heads,
-        kv_heads=_integer(config, "num_key_value_heads", checkpoint, heads),
-        head_dim=_integer(config, "head_dim", checkpoint, hidden_size // heads),
-        vocab_size=_integer(config, "vocab_size", checkpoint),
-        context_length=_integer(config, "max_position_embeddings", checkpoint, 2048),
-        norm_epsilon=_number(config, "rms_norm_eps", checkpoint, 1e-6),
-        rope_theta=_rope_theta(config, checkpoint),
-        tied_embeddings=_flag(config, "tie_word_embeddings", checkpoint),
-        attention_bias=_flag(config, "attention_bias", checkpoint),
-        mlp_bias=_flag(config, "mlp_bias", checkpoint),
-    )
+    family = family_of_config(config, checkpoint)
+    _check_fields(config, family, checkpoint)
+    known = Config({"max_position_embeddings": 2048, **family.defaults, **config}, checkpoint)
+    heads = known.integer("num_attention_heads")
+    fields: dict[str, Any] = {
+        "hidden_size": known.integer("hidden_size"),
+        "intermediate_size": known.integer("intermediate_size"),
+        "layers": known.integer("num_hidden_layers", most=MOST_LAYERS),
+        "heads": heads,
+        "kv_heads": known.integer("num_key_value_heads", heads),
+        "head_dim": head_dim(known),
+        "vocab_size": known.integer("vocab_size"),
+        "context_length": known.integer("max_position_embeddings"),
+        "norm_epsilon": known.number("rms_norm_eps", 1e-6),
+        "tied_embeddings": known.flag("tie_word_embeddings"),
+    }
+    return ModelSpec(**fields | family.spec_fields(known))
 
 
-def _check_fields(config: JsonObject, checkpoint: str) -> None:
-    if "model_type" not in config:
-        raise UnsupportedModelError(f"{checkpoint}: config.json has no model_type; this version loads 'llama'")
-    for name, only in ONLY_VALUE.items():
+def _check_fields(config: JsonObject, family: Family, checkpoint: str) -> None:
+    understood = UNDERSTOOD | family.fields | {"architectures"}
+    only_value = {name: only for name, only in {**ONLY_VALUE, **family.only}.items() if name not in understood}
+    for name, only in only_value.items():
         value = config.get(name)
         if value is not None and value != only:
             raise UnsupportedModelError(f"{checkpoint}: {name} is {value!r}; this version loads {only!r} only")
-    known = UNDERSTOOD | WITHOUT_EFFECT | ONLY_VALUE.keys()
+    known = understood | family.without_effect | WITHOUT_EFFECT | only_value.keys()
     if unknown := sorted(name for name in config.keys() - known if config[name] is not None):
         raise UnsupportedModelError(
             f"{checkpoint}: config.json has fields that this version does not know: {', '.join(unknown)}; "
             "ignoring them could make its output wrong"
         )
-
-
-def _rope_theta(config: JsonObject, checkpoint: str) -> float:
-    """From `rope_theta`, or from `rope_parameters` as newer configurations have it; any scaling is refused."""
-    theta = _number(config, "rope_theta", checkpoint, DEFAULT_ROPE_THETA)
-    for field in ("rope_scaling", "rope_parameters"):
-        parameters = config.get(field)
-        if parameters is None:
-            continue
-        if not isinstance(parameters, dict):
-            raise UnsupportedModelError(f"{checkpoint}: {field} is {parameters!r}; expected an object")
-        kind = parameters.get("rope_type", parameters.get("type", "default"))
-        if kind != "default":
-            raise UnsupportedModelError(f"{checkpoint}: rotary scaling {kind!r} in {field}; this version has none")
-        if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-            raise UnsupportedModelError(f"{checkpoint}: partial_rotary_factor in {field}; this version rotates all")
-        understood = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-        if unknown := sorted(parameters.keys() - understood):
-            raise UnsupportedModelError(f"{checkpoint}: {field} has unknown fields: {', '.join(unknown)}")
-        theta = _number(parameters, "rope_theta", checkpoint, theta)
-    return theta
-
-
-def _integer(config: JsonObject, name: str, checkpoint: str, default: int | None = None) -> int:
-    value = default if config.get(name) is None else config[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UnsupportedModelError(f"{checkpoint}: {name} is {value!r}; expected a positive integer")
-    return value
-
-
-def _number(config: JsonObject, name: str, checkpoint: str, default: float) -> float:
-    value = default if config.get(name) is None else config[name]
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise UnsupportedModelError(f"{checkpoint}: {name} is {value!r}; expected a number")
-    return float(value)
-
-
-def _flag(config: JsonObject, name: str, checkpoint: str) -> bool:
-    value = False if config.get(name) is None else config[name]
-    if not isinstance(value, bool):
-        raise UnsupportedModelError(f"{checkpoint}: {name} is {value!r}; expected true or false")
-    return value

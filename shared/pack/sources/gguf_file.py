@@ -18,7 +18,7 @@ from torch import Tensor
 from shared.errors import DataLossError, UnsupportedModelError
 from shared.model.spec import ModelSpec
 from shared.pack.sources.gguf_tokenizer import end_token_ids, special_tokens, tokenizer_json
-from shared.pack.sources.source import Source, check_tensors, fingerprint_of
+from shared.pack.sources.source import Source, check_tensors, fingerprint_of, stored_rows
 
 Metadata = Mapping[str, Any]
 
@@ -73,7 +73,7 @@ def open_gguf(path: Path) -> Source:
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     spec = _spec(metadata, path.name, set(tensors))
     shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in tensors.items()}
-    check_tensors(path.name, spec, _stored_name, shapes, ignorable=lambda _: False)
+    check_tensors(path.name, stored_rows(spec, _stored_name), shapes, ignorable=lambda _: False)
     _check_kinds(path.name, {tensor.tensor_type for tensor in tensors.values()})
 
     def read_rows(logical_name: str, rows: slice) -> Tensor:

@@ -11,8 +11,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shared.errors import DataLossError, UnsupportedModelError
-from shared.pack.sources.config_json import spec_of_config
-from shared.pack.sources.source import Shape, Source, check_tensors, fingerprint_of
+from shared.pack.sources.config_json import family_of_config, spec_of_config
+from shared.pack.sources.families import Family
+from shared.pack.sources.refusals import refuse_folder
+from shared.pack.sources.source import Shape, Source, check_tensors, fingerprint_of, stored_rows
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -22,17 +24,6 @@ OUTER_NAMES = {
     "embedding.weight": "model.embed_tokens.weight",
     "final_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
-}
-LAYER_NAMES = {
-    "attention_norm": "input_layernorm",
-    "attention.q": "self_attn.q_proj",
-    "attention.k": "self_attn.k_proj",
-    "attention.v": "self_attn.v_proj",
-    "attention.output": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
 }
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -46,16 +37,16 @@ def open_folder(folder: Path) -> Source:
         DataLossError: a weight file is damaged.
     """
     name = folder.resolve().name
-    _refuse_what_is_no_model(folder)
+    refuse_folder(folder)
     config = _read_json(folder / "config.json")
-    spec = spec_of_config(config, name)
+    family, spec = family_of_config(config, name), spec_of_config(config, name)
+    places = stored_rows(spec, lambda logical_name: _stored_name(family, logical_name))
     files = _weight_files(folder)
     _check_stored_tensors(name, files)
     tied_copy = {OUTER_NAMES["output.weight"]} if spec.tied_embeddings else set()
     check_tensors(
         name,
-        spec,
-        _stored_name,
+        places,
         {tensor: _shape(path, tensor) for tensor, path in files.items()},
         # Old checkpoints hold the rotary frequencies, which the spec gives; tied ones may hold the embedding twice.
         ignorable=lambda tensor: tensor.endswith("rotary_emb.inv_freq") or tensor in tied_copy,
@@ -66,9 +57,9 @@ def open_folder(folder: Path) -> Source:
     tokenizer_config = _read_json(folder / "tokenizer_config.json") if _has(folder, "tokenizer_config.json") else {}
 
     def read_rows(logical_name: str, rows: slice) -> Tensor:
-        stored = _stored_name(logical_name)
-        with safe_open(files[stored], framework="pt") as file:
-            return cast(Tensor, file.get_slice(stored)[rows])
+        place = places[logical_name]
+        with safe_open(files[place.tensor], framework="pt") as file:
+            return cast(Tensor, file.get_slice(place.tensor)[place.select(rows)])
 
     described_by = ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja")
     return Source(
@@ -83,29 +74,6 @@ def open_folder(folder: Path) -> Source:
         special_tokens=_special_tokens(tokenizer_config),
         read_rows=read_rows,
     )
-
-
-def pickle_message(path: Path) -> str:
-    """Why a pickled checkpoint is refused, and what to do."""
-    return (
-        f"{path.name} is a pickled checkpoint, and unpickling runs whatever code it holds; "
-        "use the model's safetensors files, or convert it where it is safe to run"
-    )
-
-
-def _refuse_what_is_no_model(folder: Path) -> None:
-    name = folder.resolve().name
-    if _has(folder, "adapter_config.json"):
-        raise UnsupportedModelError(f"{name} is an adapter, not a model; merge it into its base model and pack that")
-    if not any(folder.glob("*.safetensors")):
-        for pattern in ("*.bin", "*.pt", "*.pth"):
-            for path in sorted(folder.glob(pattern)):
-                raise UnsupportedModelError(pickle_message(path))
-    if not _has(folder, "config.json"):
-        raise UnsupportedModelError(
-            f"{name} has no config.json; expected a Hugging Face folder with config.json and safetensors files, "
-            "or give the path of a GGUF file"
-        )
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
@@ -164,12 +132,12 @@ def _shape(path: Path, tensor: str) -> Shape:
         return tuple(file.get_slice(tensor).get_shape())
 
 
-def _stored_name(logical_name: str) -> str:
+def _stored_name(family: Family, logical_name: str) -> str:
     if logical_name in OUTER_NAMES:
         return OUTER_NAMES[logical_name]
     _, layer, name = logical_name.split(".", 2)
     module, _, suffix = name.rpartition(".")
-    return f"model.layers.{layer}.{LAYER_NAMES[module]}.{suffix}"
+    return f"model.layers.{layer}.{family.layer_names[module]}.{suffix}"
 
 
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:

@@ -83,10 +83,34 @@ def layer_shapes(spec: ModelSpec) -> dict[str, Shape]:
     return shapes
 
 
+@dataclass(frozen=True)
+class StoredRows:
+    """Where a logical tensor lies in a checkpoint: rows of a stored tensor."""
+
+    tensor: str
+    first: int
+    shape: Shape
+
+    def select(self, rows: slice) -> slice:
+        """Rows of the logical tensor, as rows of the stored one."""
+        start, stop, _ = rows.indices(self.shape[0])
+        return slice(self.first + start, self.first + stop)
+
+
+def stored_rows(spec: ModelSpec, stored_name: Callable[[str], str]) -> dict[str, StoredRows]:
+    """Each logical tensor's place; those of one stored name lie rows after rows, in logical order."""
+    places: dict[str, StoredRows] = {}
+    used: dict[str, int] = {}
+    for name, shape in logical_shapes(spec).items():
+        tensor = stored_name(name)
+        places[name] = StoredRows(tensor, used.get(tensor, 0), shape)
+        used[tensor] = used.get(tensor, 0) + shape[0]
+    return places
+
+
 def check_tensors(
     checkpoint: str,
-    spec: ModelSpec,
-    stored_name: Callable[[str], str],
+    places: Mapping[str, StoredRows],
     found: Mapping[str, Shape],
     ignorable: Callable[[str], bool],
 ) -> None:
@@ -94,14 +118,14 @@ def check_tensors(
 
     Args:
         checkpoint: its name, for messages.
-        stored_name: logical name -> name in the checkpoint.
+        places: logical name -> where it lies (`stored_rows`).
         found: shapes by name in the checkpoint.
         ignorable: whether a tensor without a logical name changes nothing.
 
     Raises:
         UnsupportedModelError: one is missing, has another shape, or has a meaning that this version does not know.
     """
-    expected = {stored_name(name): shape for name, shape in logical_shapes(spec).items()}
+    expected = {place.tensor: (place.first + place.shape[0], *place.shape[1:]) for place in places.values()}
     for name, shape in expected.items():
         if name not in found:
             raise UnsupportedModelError(f"{checkpoint} has no tensor {name}; the checkpoint is incomplete")

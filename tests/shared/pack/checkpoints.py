@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from safetensors.torch import load_file
 
-from shared.pack.sources import gguf_file, safetensors_folder
+from shared.pack.sources import families, gguf_file, safetensors_folder
 from tests.models import CHAT_TEMPLATE
 
 FULL = {"tied": False, "attention_bias": True, "mlp_bias": True}
@@ -103,5 +103,5 @@ def _logical_name(stored: str) -> str:
         return outer[stored]
     _, _, layer, name = stored.split(".", 3)
     module, _, suffix = name.rpartition(".")
-    modules = {name: logical for logical, name in safetensors_folder.LAYER_NAMES.items()}
+    modules = {name: logical for logical, name in families.LAYER_NAMES.items()}
     return f"layers.{layer}.{modules[module]}.{suffix}"
