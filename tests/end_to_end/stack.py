@@ -43,6 +43,9 @@ ONE_TRY = RetryPolicy(attempts=1)
 NARROW = [("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0)]
 """Channel options with which gRPC itself keeps almost nothing of what a client does not read."""
 
+HEALTH_POLL_S = 0.02
+"""Tests wait for health to follow the engine."""
+
 PATIENCE_S = 60.0
 """For conditions that come true in milliseconds unless something is broken."""
 
@@ -126,12 +129,13 @@ async def prefill_replica(
         name="headrace.v1.PrefillService",
         register=lambda server: prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server),
         telemetry=telemetry,
+        is_healthy=lambda: not computes or engine.health.healthy,
         on_drain=scheduler.close,
     )
     if computes:
         engine.start()
     try:
-        async with serving(service, ServerOptions(address=address)) as server:
+        async with serving(service, ServerOptions(address=address, health_poll_s=HEALTH_POLL_S)) as server:
             yield Prefill(server, scheduler, engine, telemetry)
     finally:
         scheduler.close()
@@ -184,12 +188,13 @@ async def decode_replica(
         name="headrace.v1.DecodeService",
         register=lambda server: decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server),
         telemetry=telemetry,
+        is_healthy=lambda: engine.health.healthy,
         on_drain=scheduler.close,
     )
     engine.start()
     try:
         async with (
-            serving(service, ServerOptions()) as server,
+            serving(service, ServerOptions(health_poll_s=HEALTH_POLL_S)) as server,
             AsyncClient(str(server.address), retry=ONE_TRY) as client,
             grpc.aio.insecure_channel(str(server.address)) as channel,
         ):
