@@ -18,7 +18,7 @@ from shared.errors import DataLossError
 from shared.pack.format import layer_file_name
 from shared.pack.reader import Pack
 from shared.streaming.plan import Residency
-from tests.end_to_end.stack import decode_replica, prefill_replica, services
+from tests.end_to_end.stack import Decode, decode_replica, prefill_replica, services
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -42,15 +42,18 @@ def flip_a_bit(path: Path) -> None:
 
 
 def lose(path: Path) -> None:
-    """What a device leaves that is gone: descriptors that fail, and no file."""
-    cut_off(path)
-    path.unlink()
+    """What a device leaves that is gone: no file, and descriptors that fail."""
+    with path.open("r+b") as file:
+        path.unlink()
+        file.truncate(0)
 
 
 def make_unreadable(path: Path) -> None:
     """Opens, but every read is an error of the operating system."""
-    lose(path)
-    path.mkdir()
+    with path.open("r+b") as file:
+        path.unlink()
+        path.mkdir()
+        file.truncate(0)
 
 
 FAULTS = [
@@ -139,8 +142,7 @@ async def test_a_layer_lost_on_prefill_fails_the_prompt_by_name_and_prompts_are_
         expected = await decode.client.complete(**REQUEST)
         damage(damageable / layer_file_name(LAYER))
         with pytest.raises(error, match=message):
-            for _ in range(2):  # the first may still find the whole layer in its slot
-                await decode.client.complete(**REQUEST)
+            await two_prompts(decode)
         await becomes(NOT_SERVING)
         restore(damageable)
         await becomes(SERVING)
@@ -163,3 +165,9 @@ async def test_a_service_does_not_start_on_a_damaged_resident_layer(damageable: 
     with pytest.raises(DataLossError, match=r"layer 3 does not match its digest|00003\.safetensors has"):
         async with decode_replica(damageable):
             pass
+
+
+async def two_prompts(decode: Decode) -> None:
+    """The first one may still find the whole layer in its slot."""
+    for _ in range(2):
+        await decode.client.complete(**REQUEST)
