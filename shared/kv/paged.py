@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.model.attention import causal_attention, first_seen, grouped_attention, visible
+from shared.model.attention import additive_mask, causal_attention, first_seen, grouped_attention, visible
 from shared.model.batch import Segment
 from shared.model.spec import AttentionRule, ModelSpec
 from shared.tensors import aligned_buffer
@@ -105,6 +105,7 @@ class _Group:
         # Padded queries repeat the last real one; their results are dropped.
         offsets = torch.minimum(torch.arange(new)[None], counts - 1)
         self._pairs = pairs
+        self._heads_per_kv = heads_per_kv
         self._rows = starts + offsets
         self._positions = contexts + offsets
         self._real = (torch.arange(new)[None] < counts).flatten().nonzero().flatten()
@@ -115,14 +116,14 @@ class _Group:
         self, rule: AttentionRule, layer_keys: Tensor, layer_values: Tensor, queries: Tensor, attended: Tensor
     ) -> None:
         if rule not in self._seen:
-            self._seen[rule] = self._blocks_and_mask(rule)
+            self._seen[rule] = self._blocks_and_mask(rule, queries.dtype)
         blocks, mask = self._seen[rule]
         keys, values = (self._gather(tensor, blocks) for tensor in (layer_keys, layer_values))
         result = grouped_attention(rule, queries[self._rows], keys, values, mask)
         attended[self._real_rows] = result.flatten(0, 1)[self._real]
 
-    def _blocks_and_mask(self, rule: AttentionRule) -> tuple[Tensor, Tensor]:
-        """The blocks that hold what each sequence sees, flattened, and bool [sequences, new, padded tokens]."""
+    def _blocks_and_mask(self, rule: AttentionRule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The blocks that hold what each sequence sees, flattened, and the mask of their padded tokens."""
         firsts = [first_seen(rule, segment.context) // BLOCK_TOKENS for segment, _ in self._pairs]
         owns = [
             -(-segment.total // BLOCK_TOKENS) - first for (segment, _), first in zip(self._pairs, firsts, strict=True)
@@ -132,7 +133,8 @@ class _Group:
             row[:own] = table[first : first + own]
             row[own:] = row[0]  # padding repeats a block of its own: masked, but it must be finite
         key_positions = torch.tensor(firsts)[:, None, None] * BLOCK_TOKENS + torch.arange(max(owns) * BLOCK_TOKENS)
-        return torch.from_numpy(tables).flatten(), visible(rule, self._positions[:, :, None], key_positions)
+        seen = visible(rule, self._positions[:, :, None], key_positions)
+        return torch.from_numpy(tables).flatten(), additive_mask(seen, self._heads_per_kv, dtype)
 
     def _gather(self, layer: Tensor, blocks: Tensor) -> Tensor:
         """[sequences, padded tokens, kv_heads, head_dim]."""

@@ -20,7 +20,7 @@ def grouped_attention(
     Args:
         queries: [sequences, new, heads, head_dim].
         keys, values: [sequences, context, kv_heads, head_dim].
-        mask: bool [sequences, new, context], true where a query sees a key; None when all see all.
+        mask: of `additive_mask`; None when all queries see all keys.
 
     Returns:
         [sequences, new, heads, head_dim].
@@ -31,8 +31,6 @@ def grouped_attention(
     # The query heads of a group become more rows of the same head: no key or value is ever repeated.
     folded = queries.view(sequences, new, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
     folded = folded.reshape(sequences, kv_heads, group * new, head_dim)
-    if mask is not None:
-        mask = mask[:, None].repeat(1, 1, group, 1)
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     if rule.soft_cap is None:
         attended = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=rule.scale)
@@ -56,11 +54,25 @@ def causal_attention(rule: AttentionRule, queries: Tensor, keys: Tensor, values:
     for start in range(0, len(queries), QUERY_CHUNK):
         chunk = queries[start : start + QUERY_CHUNK]
         seen = slice(first_seen(rule, context + start), context + start + len(chunk))
-        mask = visible(rule, torch.arange(context + start, seen.stop)[:, None], torch.arange(seen.start, seen.stop))
+        seen_by = visible(rule, torch.arange(context + start, seen.stop)[:, None], torch.arange(seen.start, seen.stop))
+        mask = None if len(chunk) == 1 else additive_mask(seen_by[None], chunk.shape[1] // keys.shape[1], chunk.dtype)
         attended[start : start + len(chunk)] = grouped_attention(
-            rule, chunk[None], keys[None, seen], values[None, seen], None if len(chunk) == 1 else mask[None]
+            rule, chunk[None], keys[None, seen], values[None, seen], mask
         )[0]
     return attended
+
+
+def additive_mask(visible: Tensor, heads_per_kv: int, dtype: torch.dtype) -> Tensor:
+    """What is added to scores so that only visible keys count: 0 or -inf.
+
+    Args:
+        visible: bool [sequences, new, context], true where a query sees a key.
+
+    Returns:
+        [sequences, 1, heads_per_kv × new, context]: every query head of a group sees the same.
+    """
+    mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
+    return mask[:, None].repeat(1, 1, heads_per_kv, 1)
 
 
 def first_seen(rule: AttentionRule, position: int) -> int:
@@ -81,5 +93,5 @@ def _capped_attention(
     scores = (queries @ keys.transpose(-1, -2)).float()
     scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap)
     if mask is not None:
-        scores.masked_fill_(~mask, -torch.inf)
+        scores += mask
     return scores.softmax(dim=-1).to(values.dtype) @ values
