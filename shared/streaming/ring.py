@@ -73,7 +73,7 @@ class Ring:
             verify_always: compare digests whenever a file is read, not only when it is new or has changed.
         """
         self._files = files
-        self._parts = {slot: _split(slot.buffer, readers) for slot in slots}
+        self._parts = {slot: split(slot.buffer, readers) for slot in slots}
         self._verify_always = verify_always
         self._verified: dict[DataFile, Stamp] = {}
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="layer-reader")
@@ -147,8 +147,8 @@ class Ring:
         return size_bytes
 
 
-def _split(buffer: Tensor, readers: int) -> list[Part]:
-    """Equal pieces of whole pages: at least one for each reader, none larger than one request may be."""
+def split(buffer: Tensor, readers: int) -> list[Part]:
+    """How a layer is read: in equal pieces of whole pages, one for each reader or more, none above `READ_BYTES`."""
     size_bytes = buffer.numel()
     count = max(readers, -(-size_bytes // READ_BYTES))
     step = -(-size_bytes // (count * PAGE)) * PAGE
