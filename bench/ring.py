@@ -137,7 +137,9 @@ def _walk_over_raw(pack: Pack, stream: LayerStream, readers: int) -> float:
         (pack.layer_layout.data_start + start, len(view))
         for view, start in split(aligned_buffer(pack.layer_layout.data_bytes), readers)
     ]
-    raw = read_direct([pack.layer_path(layer) for layer in range(pack.spec.layers)], ranges, readers)
+    paths = [pack.layer_path(layer) for layer in range(pack.spec.layers)]
+    for _ in range(2):  # the second one counts, after one of its kind
+        raw = read_direct(paths, ranges, readers)
     for _ in range(2):  # the second one uses nothing that was read before it began
         before, started_s = stream.streamed_bytes, time.perf_counter()
         for _ in stream.walk():

@@ -227,7 +227,9 @@ class _Case:
         layout = self.pack.layer_layout
         parts = split(aligned_buffer(layout.data_bytes), READERS)
         ranges = [(layout.data_start + start, len(view)) for view, start in parts]
-        return read_direct([self.pack.layer_path(layer) for layer in self.streamed], ranges, READERS).bytes_per_s
+        paths = [self.pack.layer_path(layer) for layer in self.streamed]
+        readings = [read_direct(paths, ranges, READERS) for _ in range(2)]  # the second one counts, as for the others
+        return readings[-1].bytes_per_s
 
 
 def timed(work: Callable[[], None]) -> float:
