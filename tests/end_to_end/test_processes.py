@@ -181,7 +181,7 @@ async def test_a_prefill_process_that_is_killed_costs_no_request_and_the_others_
     plan = LocalPlan(pack=str(endless_pack), memory=MEMORY, prefills=2, draft="none")
     services = LocalServices(plan, lambda service, line: log.append(line))
     services.start()
-    long = [{"token_ids": [3 + number, *range(2, 300)] * 13, "max_tokens": 4} for number in range(12)]
+    long = [{"token_ids": [3 + number, *range(2, 300)] * 10, "max_tokens": 2} for number in range(8)]
     try:
         async with AsyncClient(services.target, retry=ONE_TRY) as client:
             calls = [asyncio.create_task(client.complete(**request)) for request in long]
@@ -216,23 +216,25 @@ async def test_asked_to_stop_each_process_finishes_what_it_has_refuses_the_rest_
             assert (await rest_of(handoff))[-1].result.frame_count == 4
 
 
-@pytest.mark.parametrize("stage", ["prefill", "decode"])
 async def test_calls_that_outlive_the_grace_time_are_cut_off_and_the_process_still_ends_well(
-    endless_pack: Path, stage: str
+    endless_pack: Path,
 ) -> None:
-    hasty = (sys.executable, "-m", f"{stage}_service", "--grace", "0.1")
-    plan = LocalPlan(pack=str(endless_pack), memory=MEMORY, draft="none", **{f"{stage}_command": hasty})
-    with LocalServices(plan) as services:
-        if stage == "decode":
-            call, pid = stalled(services.decodes[0].address, 4000), services.pids[1]
-        else:
-            call, pid = stalled_prefill(services.prefills[0].address, endless_pack, 3000), services.pids[0]
-        async with call as unfinished:
-            os.kill(pid, signal.SIGTERM)
-            await until(lambda: not is_alive(pid))
-            with pytest.raises(grpc.aio.AioRpcError) as cut_off:
-                await rest_of(unfinished)
-    assert cut_off.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    hasty = {
+        f"{stage}_command": (sys.executable, "-m", f"{stage}_service", "--grace", "0.1")
+        for stage in ("prefill", "decode")
+    }
+    with LocalServices(LocalPlan(pack=str(endless_pack), memory=MEMORY, draft="none", **hasty)) as services:
+        prefill, decode = services.addresses
+        for call, pid in (
+            (stalled(decode, 4000), services.pids[1]),
+            (stalled_prefill(prefill, endless_pack, 3000), services.pids[0]),
+        ):
+            async with call as unfinished:
+                os.kill(pid, signal.SIGTERM)
+                await until(lambda pid=pid: not is_alive(pid))
+                with pytest.raises(grpc.aio.AioRpcError) as cut_off:
+                    await rest_of(unfinished)
+            assert cut_off.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 @asynccontextmanager
