@@ -95,7 +95,7 @@ class Result:
     """Pass time ÷ max(read time, compute time)."""
     limit_s: float
     beyond_crossover: bool
-    """The rows are at least 1.5 times those at which arithmetic takes as long as reading."""
+    """The rows are at least 1.5 times those at which arithmetic takes as long as reading, and it did take longer."""
 
     @property
     def over_resident(self) -> float:
@@ -205,7 +205,7 @@ class _Case:
             pass_s=pass_s,
             pass_over_longest=statistics.median(whole / max(read, alone) for _, read, alone, whole in samples),
             limit_s=self.limits.pass_s(self.pack, rows, self.streamed_bytes, raw),
-            beyond_crossover=beyond_crossover,
+            beyond_crossover=beyond_crossover and compute_s > read_s,
         )
 
     @property

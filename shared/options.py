@@ -36,6 +36,7 @@ def service_parser(name: str, description: str) -> argparse.ArgumentParser:
     add("--tls-certificate", type=Path, metavar="PEM")
     add("--tls-key", type=Path, metavar="PEM")
     add("--tls-client-ca", type=Path, metavar="PEM", help="clients must show a certificate signed by it")
+    add("--show-runtime", action="store_true", help="print what this process takes without weights, and exit")
     add("--log-level", choices=LOG_LEVELS, default="info")
     add("--exit-with-parent", action="store_true", help="stop when the launching process dies")
     return parser
@@ -68,7 +69,7 @@ def run_service(
     if arguments.exit_with_parent:
         exit_with_parent()
     setup_logging(arguments.log_level)
-    # What the imports made lives for ever: a full collection over it would stop readers and engine for 0.1 to 0.2 s.
+    # What the imports made lives for ever: a full collection over it would stop readers and engine for 0.1 s.
     gc.freeze()
     try:
         asyncio.run(_serve(serve, arguments))
