@@ -16,40 +16,31 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from shared.errors import DataLossError, UnsupportedModelError
-from shared.model.spec import ModelSpec
+from shared.model.spec import MOST_LAYERS, ModelSpec
+from shared.pack.sources.config import Config
+from shared.pack.sources.family_fields import MOST_HEAD_DIM
+from shared.pack.sources.gguf_architectures import (
+    ARCHITECTURES,
+    COMMON_FIELDS,
+    FREQUENCY_DIVISORS,
+    LAYER_NAMES,
+    ONLY_VALUE,
+    OTHER_KINDS,
+    Architecture,
+    rope_fields,
+)
 from shared.pack.sources.gguf_tokenizer import end_token_ids, special_tokens, tokenizer_json
 from shared.pack.sources.source import Source, check_tensors, fingerprint_of, stored_rows
 
 Metadata = Mapping[str, Any]
 
 MAGIC = b"GGUF"
-ARCHITECTURE = "llama"
 
 OUTER_NAMES = {
     "embedding.weight": "token_embd.weight",
     "final_norm.weight": "output_norm.weight",
     "output.weight": "output.weight",
 }
-LAYER_NAMES = {
-    "attention_norm": "attn_norm",
-    "attention.q": "attn_q",
-    "attention.k": "attn_k",
-    "attention.v": "attn_v",
-    "attention.output": "attn_output",
-    "mlp_norm": "ffn_norm",
-    "mlp.gate": "ffn_gate",
-    "mlp.up": "ffn_up",
-    "mlp.down": "ffn_down",
-}
-
-UNDERSTOOD = {
-    "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "attention.head_count",
-    "attention.head_count_kv", "attention.key_length", "attention.value_length",
-    "attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.dimension_count",
-}  # fmt: skip
-
-ONLY_VALUE: Metadata = {"expert_count": 0, "expert_used_count": 0, "rope.scaling.type": "none"}
-"""Fields of which this version understands one value."""
 
 
 def is_gguf(path: Path) -> bool:
@@ -59,7 +50,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_gguf(path: Path) -> Source:
-    """Opens a GGUF file of the Llama architecture.
+    """Opens a GGUF file.
 
     Raises:
         UnsupportedModelError: another architecture, tokenizer or kind of quantization, or unknown fields or tensors.
@@ -67,23 +58,33 @@ def open_gguf(path: Path) -> Source:
     """
     try:
         reader = GGUFReader(path)
-        metadata = {name: field.contents() for name, field in reader.fields.items()}
+        metadata = {name: _shortest(field.contents()) for name, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
         raise DataLossError(f"{path.name} is no complete GGUF file ({error}); download it again") from None
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    spec = _spec(metadata, path.name, set(tensors))
-    shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in tensors.items()}
-    check_tensors(path.name, stored_rows(spec, _stored_name), shapes, ignorable=lambda _: False)
+    architecture = _architecture(metadata, path.name)
     _check_kinds(path.name, {tensor.tensor_type for tensor in tensors.values()})
 
+    def values(name: str, rows: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, Any]:
+        tensor = tensors[name]
+        whole = len(tensor.shape) == 1
+        found: np.ndarray[Any, Any] = dequantize(tensor.data if whole else tensor.data[rows], tensor.tensor_type)
+        return found[rows] if whole else found
+
+    divisors: tuple[float, ...] = ()
+    if FREQUENCY_DIVISORS in tensors:
+        divisors = tuple(map(_shortest, values(FREQUENCY_DIVISORS, np.arange(len(tensors[FREQUENCY_DIVISORS].data)))))
+    spec = _spec(architecture, metadata, path.name, set(tensors), divisors)
+    shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in tensors.items()}
+    places = stored_rows(spec, _stored_name)
+    check_tensors(path.name, places, shapes, ignorable=lambda name: name == FREQUENCY_DIVISORS)
+
     def read_rows(logical_name: str, rows: slice) -> Tensor:
-        tensor = tensors[_stored_name(logical_name)]
-        index = _row_order(logical_name, spec, tensor.shape[-1].item())[rows]
-        if len(tensor.shape) == 1:
-            values = dequantize(tensor.data, tensor.tensor_type)[index]
-        else:
-            values = dequantize(tensor.data[index], tensor.tensor_type)
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+        place = places[logical_name]
+        found = values(place.tensor, _row_order(architecture, logical_name, spec, place.shape[0])[rows])
+        if logical_name.endswith("norm.weight"):
+            found = found - architecture.norm_offset
+        return torch.from_numpy(np.ascontiguousarray(found, dtype=np.float32))
 
     return Source(
         name=path.name,
@@ -97,63 +98,64 @@ def open_gguf(path: Path) -> Source:
     )
 
 
-def _spec(metadata: Metadata, file: str, tensors: set[str]) -> ModelSpec:
-    _check_metadata(metadata, file)
-
-    def value(name: str, default: Any = None) -> Any:
-        return metadata.get(f"{ARCHITECTURE}.{name}", default)
-
-    def integer(name: str, default: int | None = None) -> int:
-        found = value(name, default)
-        if not isinstance(found, int) or found < 1:
-            raise UnsupportedModelError(f"{file}: {ARCHITECTURE}.{name} is {found!r}; expected a positive integer")
-        return found
-
-    heads, hidden_size = integer("attention.head_count"), integer("embedding_length")
-    head_dim = integer("attention.key_length", hidden_size // heads)
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if integer(name, head_dim) != head_dim:
-            raise UnsupportedModelError(
-                f"{file}: {ARCHITECTURE}.{name} is {integer(name)}, but heads have {head_dim} dimensions; "
-                "this version loads models where they are the same"
-            )
-    return ModelSpec(
-        hidden_size=hidden_size,
-        intermediate_size=integer("feed_forward_length"),
-        layers=integer("block_count"),
-        heads=heads,
-        kv_heads=integer("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        vocab_size=integer("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ()))),
-        context_length=integer("context_length"),
-        norm_epsilon=_shortest(value("attention.layer_norm_rms_epsilon", 0.0)),
-        rope_theta=_shortest(value("rope.freq_base", 10_000.0)),
-        tied_embeddings=OUTER_NAMES["output.weight"] not in tensors,
-        attention_bias="blk.0.attn_q.bias" in tensors,
-        mlp_bias="blk.0.ffn_gate.bias" in tensors,
-    )
-
-
-def _check_metadata(metadata: Metadata, file: str) -> None:
+def _architecture(metadata: Metadata, file: str) -> Architecture:
+    """The file's architecture, once it is clear that the file is a whole model of one that is understood."""
     if metadata.get("general.type", "model") != "model":
         raise UnsupportedModelError(
             f"{file} is of type {metadata['general.type']!r}, not a model; merge it into its base model and pack that"
         )
-    architecture = metadata.get("general.architecture")
-    if architecture != ARCHITECTURE:
-        raise UnsupportedModelError(f"{file} has architecture {architecture!r}; this version loads {ARCHITECTURE!r}")
-    if metadata.get("split.count", 1) > 1:
+    if metadata.get("split.count", 1) not in (0, 1):
         raise UnsupportedModelError(f"{file} is one of {metadata['split.count']} parts; merge them into one file first")
-    prefix = f"{ARCHITECTURE}."
-    fields = {name.removeprefix(prefix): value for name, value in metadata.items() if name.startswith(prefix)}
-    for name, only in ONLY_VALUE.items():
-        if fields.get(name, only) != only:
-            raise UnsupportedModelError(f"{file}: {prefix}{name} is {fields[name]!r}; this version loads {only!r} only")
-    if unknown := sorted(fields.keys() - UNDERSTOOD - ONLY_VALUE.keys()):
+    name = str(metadata.get("general.architecture"))
+    if name in OTHER_KINDS:
+        raise UnsupportedModelError(f"{file} is {OTHER_KINDS[name]} (architecture {name!r})")
+    if name not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"{file} has fields that this version does not know: {', '.join(prefix + name for name in unknown)}; "
-            "ignoring them could make its output wrong"
+            f"{file} has architecture {name!r}; of GGUF files this version loads {', '.join(ARCHITECTURES)}"
         )
+    return ARCHITECTURES[name]
+
+
+def _spec(
+    architecture: Architecture, metadata: Metadata, file: str, tensors: set[str], divisors: tuple[float, ...]
+) -> ModelSpec:
+    prefix = f"{metadata['general.architecture']}."
+    stated = {name.removeprefix(prefix): value for name, value in metadata.items() if name.startswith(prefix)}
+    fields = Config(stated, file, prefix)
+    _check_fields(architecture, fields)
+    heads, hidden_size = fields.integer("attention.head_count"), fields.integer("embedding_length")
+    head_dim = fields.integer("attention.key_length", hidden_size // heads, most=MOST_HEAD_DIM)
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if fields.integer(name, head_dim) != head_dim:
+            fields.refuse(
+                f"{prefix}{name} is {fields.integer(name)}, but heads have {head_dim} dimensions; "
+                "this version loads models where they are the same"
+            )
+    common: dict[str, Any] = {
+        "hidden_size": hidden_size,
+        "intermediate_size": fields.integer("feed_forward_length"),
+        "layers": fields.integer("block_count", most=MOST_LAYERS),
+        "heads": heads,
+        "kv_heads": fields.integer("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "vocab_size": fields.integer("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ()))),
+        "context_length": fields.integer("context_length"),
+        "norm_epsilon": fields.number("attention.layer_norm_rms_epsilon"),
+        "tied_embeddings": OUTER_NAMES["output.weight"] not in tensors,
+        "attention_bias": "blk.0.attn_output.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+    }
+    return ModelSpec(**common | rope_fields(fields, head_dim, divisors) | architecture.spec_fields(fields))
+
+
+def _check_fields(architecture: Architecture, fields: Config) -> None:
+    for name, only in ONLY_VALUE.items():
+        if fields.fields.get(name, only) != only:
+            fields.refuse(f"{fields.place}{name} is {fields.fields[name]!r}; this version loads {only!r} only")
+    known = COMMON_FIELDS | architecture.fields | ONLY_VALUE.keys()
+    if unknown := sorted(fields.fields.keys() - known):
+        names = ", ".join(fields.place + name for name in unknown)
+        fields.refuse(f"there are fields that this version does not know: {names}; ignoring them could be wrong")
 
 
 def _check_kinds(file: str, kinds: set[GGMLQuantizationType]) -> None:
@@ -165,10 +167,12 @@ def _check_kinds(file: str, kinds: set[GGMLQuantizationType]) -> None:
             raise UnsupportedModelError(f"{file} has {kind.name} tensors, which cannot be dequantized here") from None
 
 
-def _row_order(logical_name: str, spec: ModelSpec, rows: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Logical row -> row in the file, which interleaves the rotary halves of queries and keys."""
+def _row_order(
+    architecture: Architecture, logical_name: str, spec: ModelSpec, rows: int
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Logical row -> row in the file, which may interleave the rotary halves of queries and keys."""
     order = np.arange(rows)
-    if ".attention.q." in logical_name or ".attention.k." in logical_name:
+    if architecture.interleaved and (".attention.q." in logical_name or ".attention.k." in logical_name):
         return order.reshape(-1, spec.head_dim // 2, 2).swapaxes(1, 2).reshape(rows)
     return order
 
@@ -181,6 +185,6 @@ def _stored_name(logical_name: str) -> str:
     return f"blk.{layer}.{LAYER_NAMES[module]}.{suffix}"
 
 
-def _shortest(value: float) -> float:
+def _shortest(value: Any) -> Any:
     """GGUF holds float32: the shortest decimal that rounds to it is what its author wrote (1e-05, not 9.99…e-06)."""
-    return float(str(np.float32(value)))
+    return float(str(np.float32(value))) if isinstance(value, float | np.float32) else value

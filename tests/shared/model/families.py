@@ -89,6 +89,8 @@ CASES: dict[str, dict[str, Any]] = {
             SLIDING: {"rope_type": "default", "rope_theta": 5000.0},
         },
     },
+    "Gemma 2 file": {"model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 40},
+    "Gemma 3 file": {"model_type": "gemma3_text", "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 40},
     "Phi-3 mini": {"model_type": "phi3", "sliding_window": 47},
     "Phi-4 mini": {
         "model_type": "phi3",

@@ -58,6 +58,11 @@ def test_the_end_of_turn_token_ends_an_answer_too(tiny_model: TinyModel, tmp_pat
     assert open_source(path).end_token_ids == (1, 7)
 
 
+def test_a_factor_alone_means_linear_scaling(tiny_model: TinyModel, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", tiny_model(), llama__rope__scaling__factor=8.0)
+    assert open_source(path).spec.rope_divisors == (8.0,) * 8
+
+
 def test_a_beginning_token_is_added_where_the_file_asks_for_it(tiny_model: TinyModel, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny_model(), tokenizer__ggml__add_bos_token=True)
     tokenizer = Tokenizer.from_str(open_source(path).tokenizer_json)
@@ -71,8 +76,11 @@ def test_a_beginning_token_is_added_where_the_file_asks_for_it(tiny_model: TinyM
         ({"general__architecture": "mamba"}, "mamba"),
         ({"general__type": "adapter"}, "adapter"),
         ({"llama__attention__sliding_window": 128}, r"llama\.attention\.sliding_window"),
-        ({"llama__rope__scaling__type": "yarn"}, "yarn"),
-        ({"llama__rope__scaling__factor": 8.0}, r"llama\.rope\.scaling\.factor"),
+        ({"general__architecture": "bert"}, "encoder model"),
+        ({"general__architecture": "clip"}, "vision tower"),
+        ({"llama__rope__scaling__type": "su"}, "'su'"),
+        ({"llama__rope__scaling__type": "linear"}, r"llama\.rope\.scaling\.factor"),
+        ({"llama__rope__scaling__attn_factor": 2.0}, r"llama\.rope\.scaling\.attn_factor"),
         ({"llama__expert_count": 8}, "expert_count"),
         ({"llama__rope__dimension_count": 8}, "dimension_count"),
         ({"llama__attention__value_length": 32}, "value_length"),
@@ -81,8 +89,10 @@ def test_a_beginning_token_is_added_where_the_file_asks_for_it(tiny_model: TinyM
         ({"llama__block_count": 3}, r"blk\.3\."),
         ({"llama__vocab_size": 300}, "token_embd"),
         ({"split__count": 2}, "2 parts"),
-        ({"tokenizer__ggml__model": "llama"}, "'llama' tokenizer"),
-        ({"tokenizer__ggml__pre": "llama-bpe"}, "llama-bpe"),
+        ({"tokenizer__ggml__model": "llama"}, r"tokenizer\.ggml\.scores"),
+        ({"tokenizer__ggml__model": "rwkv"}, "'rwkv' tokenizer"),
+        ({"tokenizer__ggml__pre": "viking"}, "viking"),
+        ({"tokenizer__ggml__add_bos_token": True, "tokenizer__ggml__bos_token_id": 320}, "bos_token_id"),
         ({"tokenizer__ggml__add_space_prefix": True}, "add_space_prefix"),
         ({"omit": ("tokenizer.ggml.merges",)}, "merges"),
         ({"omit": ("llama.embedding_length",)}, "embedding_length"),
