@@ -16,11 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.errors import DataLossError, InvalidRequestError
+from shared.limits import NOISE_VECTORS
 
 MAX_TEMPERATURE = 100.0
 MAX_SEED = 2**64 - 1
-NOISE_CACHE_ENTRIES = 128
-"""Noise vectors kept: enough for the draft's and the target's turn over 8 sequences with chains of 15."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,17 +106,12 @@ def gumbel_noise(seed: int, position: int, size: int) -> NDArray[np.float32]:
     numpy keeps stable between its versions. The seed is the key. The position is the counter's second word, so that
     positions are 2^66 numbers apart and never overlap.
 
-    Thread safe. Keeps the latest `NOISE_CACHE_ENTRIES` vectors, since draft and target ask for the same ones.
+    Thread safe. Keeps the latest `NOISE_VECTORS` vectors, since draft and target ask for the same ones.
     """
     return _cached_noise(seed, position, size)
 
 
-def noise_cache_bytes(vocabulary: int) -> int:
-    """What the cache of `gumbel_noise` holds at most, for the memory plan."""
-    return NOISE_CACHE_ENTRIES * vocabulary * np.dtype(np.float32).itemsize
-
-
-@lru_cache(maxsize=NOISE_CACHE_ENTRIES)
+@lru_cache(maxsize=NOISE_VECTORS)
 def _cached_noise(seed: int, position: int, size: int) -> NDArray[np.float32]:
     raw = np.random.Philox(key=seed, counter=position << 64).random_raw(size)
     # 52 bits and a half: symmetric in (0, 1), and neither end can be reached by rounding.

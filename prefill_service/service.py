@@ -13,24 +13,27 @@ from prefill_service.scheduler import PromptScheduler
 from prefill_service.servicer import PrefillServicer
 from shared.budget import log_plan, measured_runtime_bytes
 from shared.config import parse_bytes
+from shared.demand import PrefillSettings, prefill_demand
 from shared.kv.layout import layout_of
+from shared.limits import PREFILL_PASS_TOKENS, SPOOL
 from shared.metrics import Gauges, Identity, Telemetry
 from shared.model.model import Model
-from shared.model.workspace import pass_workspace_bytes
 from shared.options import positive, run_service, server_options, service_parser
 from shared.pack.reader import Pack
 from shared.server import Service, run_server
-from shared.streaming.plan import Demand, MemoryPlan, plan_memory
+from shared.streaming.plan import plan_memory
 
 log = logging.getLogger("prefill_service")
+
+PASS_TOKENS_HELP = "prompt tokens in a pass (%(default)s)"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the service; returns the exit code."""
     parser = service_parser("prefill_service", "Turns prompts into KV caches; keeps nothing beyond the call.")
     add = parser.add_argument
-    add("--pass-tokens", type=positive, default=2048, metavar="N", help="prompt tokens in a pass (%(default)s)")
-    add("--spool", default="64MiB", metavar="SIZE", help="KV that may wait for slow callers (%(default)s)")
+    add("--pass-tokens", type=positive, default=PREFILL_PASS_TOKENS, metavar="N", help=PASS_TOKENS_HELP)
+    add("--spool", default=SPOOL, metavar="SIZE", help="KV that may wait for slow callers (%(default)s)")
     return run_service(parser, serve, argv)
 
 
@@ -38,9 +41,16 @@ async def serve(arguments: argparse.Namespace) -> None:
     """Plans memory, loads the model, and serves until told to stop."""
     torch.set_num_threads(arguments.threads)
     pack = Pack.open(arguments.pack)
-    context_length = min(arguments.context_length or pack.spec.context_length, pack.spec.context_length)
-    spool_bytes = parse_bytes(arguments.spool)
-    plan = _plan(pack, arguments.memory_bytes, max(context_length, arguments.pass_tokens), context_length, spool_bytes)
+    settings = PrefillSettings(
+        context_length=min(arguments.context_length or pack.spec.context_length, pack.spec.context_length),
+        pass_tokens=arguments.pass_tokens,
+        spool_bytes=parse_bytes(arguments.spool),
+    )
+    runtime_bytes = measured_runtime_bytes([pack.scheme])
+    if arguments.show_runtime:
+        print(runtime_bytes)
+        return
+    plan = plan_memory(arguments.memory_bytes, prefill_demand(pack, settings, runtime_bytes))
     log_plan(log, plan)
     layout = layout_of(pack)
     model = Model(pack, plan.residency, verify_always=arguments.verify == "always")
@@ -51,7 +61,7 @@ async def serve(arguments: argparse.Namespace) -> None:
             stage="prefill",
             model_digest=pack.manifest.model_digest,
             scheme=pack.scheme.name,
-            context_length=context_length,
+            context_length=settings.context_length,
             layers=pack.spec.layers,
             budget_bytes=arguments.memory_bytes,
         ),
@@ -61,13 +71,13 @@ async def serve(arguments: argparse.Namespace) -> None:
             resident_layers=lambda: len(plan.residency.resident),
         ),
     )
-    engine = PrefillEngine(model, layout, scheduler, telemetry, spool_bytes)
+    engine = PrefillEngine(model, layout, scheduler, telemetry, settings.spool_bytes)
     servicer = PrefillServicer(
         scheduler,
         model_digest=pack.manifest.model_digest,
         layout=layout,
         vocab_size=pack.spec.vocab_size,
-        context_length=context_length,
+        context_length=settings.context_length,
     )
     engine.start()
     try:
@@ -84,15 +94,3 @@ async def serve(arguments: argparse.Namespace) -> None:
     finally:
         scheduler.close()
         engine.join()
-
-
-def _plan(pack: Pack, budget_bytes: int, tokens: int, longest: int, spool_bytes: int) -> MemoryPlan:
-    workspace_bytes = pass_workspace_bytes(pack.spec, pack.scheme.compute_dtype, tokens, longest)
-    demand = Demand(
-        runtime_bytes=measured_runtime_bytes(),
-        outer_bytes=pack.outer_bytes,
-        workspace_bytes=workspace_bytes + spool_bytes,
-        layers=pack.spec.layers,
-        layer_bytes=pack.layer_layout.data_bytes,
-    )
-    return plan_memory(budget_bytes, demand)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
+
+import torch
 
 from shared.metrics import rss_bytes
+from shared.quant.schemes import Scheme
 from shared.streaming.plan import MemoryPlan, mebibytes
 
-RUNTIME_GROWTH_BYTES = 64 << 20
-"""What the runtime still takes after start: thread stacks, gRPC buffers, kernels' scratch (measured)."""
+RUNTIME_GROWTH_BYTES = 48 << 20
+"""What the runtime still takes after start: thread stacks, gRPC's buffers, calls that wait (`docs/memory.md`)."""
 
 
-def measured_runtime_bytes() -> int:
-    """What the interpreter and the libraries take: to be asked after all imports and before any weights are loaded."""
+def measured_runtime_bytes(schemes: Iterable[Scheme]) -> int:
+    """What the interpreter and the libraries take: to be asked after all imports and before any weights are loaded.
+
+    Multiplies once in each scheme, so that what its kernels load or compile is there.
+    """
+    for scheme in schemes:
+        _multiply_once(scheme)
     return rss_bytes() + RUNTIME_GROWTH_BYTES
 
 
@@ -21,3 +30,11 @@ def log_plan(log: logging.Logger, plan: MemoryPlan) -> None:
     log.info("memory plan: %s of %s", mebibytes(plan.planned_bytes), mebibytes(plan.budget_bytes))
     for name, size_bytes in plan.rows:
         log.info("  %-28s %10s", name, mebibytes(size_bytes))
+
+
+def _multiply_once(scheme: Scheme) -> None:
+    shapes = scheme.components(256, 256).items()
+    components = {suffix: torch.zeros(shape, dtype=dtype) for suffix, (dtype, shape) in shapes}
+    with torch.inference_mode():
+        for rows in (1, 8, 128):
+            scheme.product(torch.zeros(rows, 256, dtype=scheme.compute_dtype), components)

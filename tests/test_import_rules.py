@@ -46,8 +46,11 @@ RPC = ("grpc", "google", "grpc_health", "grpc_reflection", "grpc_status", "headr
 POLICY = (
     "shared.errors",
     "shared.config",
+    "shared.allocator",
     "shared.blocks",
+    "shared.limits",
     "shared.process",
+    "shared.streaming.plan",
     "decode_service.scheduler",
     "decode_service.sequence",
     "decode_service.speculation.acceptance",

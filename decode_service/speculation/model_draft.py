@@ -5,11 +5,9 @@ from __future__ import annotations
 from decode_service.sampling import choose_token
 from decode_service.sequence import Sequence
 from shared.kv.paged import PagedKeyValues
+from shared.limits import CATCH_UP_TOKENS
 from shared.model.batch import TokenBatch
 from shared.model.model import Model
-
-CATCH_UP_TOKENS = 256
-"""Most tokens of a sequence that a draft takes in at once, after a prompt or a while without drafting."""
 
 
 class ModelDraft:

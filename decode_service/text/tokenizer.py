@@ -44,11 +44,6 @@ class Tokenizer:
         self._byte_ids = frozenset(token_id for token, token_id in vocabulary.items() if _BYTE_TOKEN.fullmatch(token))
 
     @property
-    def vocabulary(self) -> Mapping[str, int]:
-        """Every token's text and id. Two tokenizers with the same vocabulary mean the same by an id."""
-        return self._library.get_vocab(with_added_tokens=True)
-
-    @property
     def vocab_size(self) -> int:
         """Tokens that the tokenizer knows; the model's own vocabulary may be padded beyond them."""
         return self._library.get_vocab_size(with_added_tokens=True)

@@ -14,7 +14,7 @@ from shared.model.rotary import Rotation
 from shared.model.spec import Activation, AttentionRule, ModelSpec
 from shared.quant.schemes import Scheme
 
-ROW_CHUNK = 1024
+ROW_CHUNK = 256
 """Rows that go through projections and MLP at once: bounds workspace whatever the batch."""
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {

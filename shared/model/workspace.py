@@ -1,4 +1,7 @@
-"""How much memory a pass works in, besides weights and KV: an upper bound for the memory plan."""
+"""How much memory a pass works in, besides weights and KV: an upper bound for the memory plan.
+
+Sums of what is alive at the widest moment, held against measured peaks by `bench/workspace.py` and the tests.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +10,53 @@ import torch
 from shared.model.attention import QUERY_CHUNK
 from shared.model.layers import ROW_CHUNK
 from shared.model.spec import ModelSpec
+from shared.quant.schemes import Scheme
 
 WIDE = 4
 """Bytes of float32, in which norms, attention scores and rescaled integer products are computed."""
+UNEVENNESS = 1.25
+"""A heap of buffers of many sizes has gaps; glibc's was never seen to need more (`docs/memory.md`)."""
 
 
-def pass_workspace_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int, longest: int) -> int:
-    """Most bytes that a pass allocates at one time.
+def pass_workspace_bytes(spec: ModelSpec, scheme: Scheme, tokens: int, longest: int) -> int:
+    """Most bytes that a pass takes at one time.
 
     Args:
         tokens: tokens in the pass.
-        longest: length of the longest sequence, with its context.
+        longest: length of the longest sequence whose prompt is computed, with its context.
     """
-    narrow, rows = dtype.itemsize, min(tokens, ROW_CHUNK)
+    narrow, rows = scheme.compute_dtype.itemsize, min(tokens, ROW_CHUNK)
     # hidden, queries and attended, keys and values (twice: they leave as bytes), rotation
     per_token = spec.hidden_size + 2 * spec.query_size + 4 * spec.kv_size + 2 * spec.head_dim * len(set(spec.ropes))
-    kept = tokens * per_token * narrow + tokens * spec.head_dim * 3 * WIDE
-    # a chunk's widest step: the fused gate and up product, its integer sums, its rescaled copy
-    widest = max(2 * spec.intermediate_size, spec.query_size + 2 * spec.kv_size)
-    chunk = rows * (widest * (2 * WIDE + 2 * narrow) + spec.hidden_size * 3 * WIDE)
-    # a dequantized or reordered copy of the largest matrix
-    matrix = widest * spec.hidden_size * narrow
-    pairs = min(tokens, QUERY_CHUNK) * longest
-    mask = pairs * (spec.heads // spec.kv_heads) * (1 + WIDE)
+    kept = tokens * per_token * narrow + min(tokens, longest) * spec.query_size * narrow
+    rotation = tokens * spec.head_dim * 3 * WIDE
+    chunk = max(
+        _product_bytes(scheme, rows, columns, out) + rows * columns * 2 * WIDE
+        for out, columns in (
+            (spec.query_size + 2 * spec.kv_size, spec.hidden_size),
+            (spec.hidden_size, spec.query_size),
+            (2 * spec.intermediate_size, spec.hidden_size),
+            (spec.hidden_size, spec.intermediate_size),
+        )
+    )
+    queries = min(tokens, QUERY_CHUNK)
+    pairs = queries * longest
+    mask = pairs * (spec.heads // spec.kv_heads + 1) * (1 + narrow) + 4 * queries * spec.query_size * narrow
     # capped scores of all heads: as computed, wide, and their softmax
     scores = pairs * spec.heads * (2 * WIDE + 2 * narrow) if spec.attention_soft_cap else 0
-    return kept + max(chunk + matrix, mask + scores)
+    return int(UNEVENNESS * (kept + max(rotation, chunk, mask + scores)))
 
 
 def logits_workspace_bytes(spec: ModelSpec, dtype: torch.dtype, rows: int) -> int:
     """Most bytes that the logits of some rows take while they are computed."""
     return rows * spec.vocab_size * (dtype.itemsize + WIDE)
+
+
+def _product_bytes(scheme: Scheme, rows: int, columns: int, out: int) -> int:
+    """What a product takes besides its input: results in the compute dtype, wider sums, a dequantized matrix."""
+    results = 2 * rows * out * scheme.compute_dtype.itemsize
+    if scheme.name == "int8":  # two codes a row, each with sums as int32 and as float32
+        return results + rows * (4 * out * WIDE + columns * (2 * WIDE + 2))
+    if scheme.name in ("nf4", "fp4"):
+        return results + out * columns * scheme.compute_dtype.itemsize
+    return results

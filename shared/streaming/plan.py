@@ -30,7 +30,9 @@ class Demand:
     draft_bytes: int = 0
     """The draft model and its KV."""
     workspace_bytes: int
-    """Activations of the largest pass, and what is on its way to clients."""
+    """What the largest pass works in besides weights and KV."""
+    transfer_bytes: int = 0
+    """Keys and values on their way between the stages."""
     layers: int
     layer_bytes: int
     """One layer in memory."""
@@ -39,6 +41,37 @@ class Demand:
     fewest_kv_blocks: int = 0
     most_kv_blocks: int = 0
     """More than this many blocks could not be used."""
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What there is in any plan, always the same."""
+        return sum(size for _, size in self.fixed_rows)
+
+    @property
+    def fixed_rows(self) -> list[tuple[str, int]]:
+        """Its parts."""
+        return [
+            ("runtime", self.runtime_bytes),
+            ("outer weights", self.outer_bytes),
+            ("draft", self.draft_bytes),
+            ("workspace", self.workspace_bytes),
+            ("transfer buffers", self.transfer_bytes),
+        ]
+
+    @property
+    def fewest_slots_bytes(self) -> int:
+        """Layers stream through two slots at least."""
+        return min(FEWEST_SLOTS, self.layers) * self.layer_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """Less cannot work."""
+        return self.fixed_bytes + self.fewest_slots_bytes + self.fewest_kv_blocks * self.kv_block_bytes
+
+    @property
+    def smallest_budget_bytes(self) -> int:
+        """The same in whole mebibytes."""
+        return -(-self.least_bytes >> 20) << 20
 
 
 @dataclass(frozen=True)
@@ -56,13 +89,10 @@ class MemoryPlan:
         demand, residency = self.demand, self.residency
         resident = len(residency.resident)
         return [
-            ("runtime", demand.runtime_bytes),
-            ("outer weights", demand.outer_bytes),
-            ("draft", demand.draft_bytes),
+            *demand.fixed_rows,
             (f"resident layers ({resident} of {demand.layers})", resident * demand.layer_bytes),
             (f"slots ({residency.slots})", residency.slots * demand.layer_bytes),
             (f"KV blocks ({self.kv_blocks})", self.kv_blocks * demand.kv_block_bytes),
-            ("workspace", demand.workspace_bytes),
         ]
 
     @property
@@ -76,17 +106,13 @@ def plan_memory(budget_bytes: int, demand: Demand) -> MemoryPlan:
     Raises:
         BudgetError: even the least does not fit; the message names the smallest budget that works.
     """
-    fixed = demand.runtime_bytes + demand.outer_bytes + demand.draft_bytes + demand.workspace_bytes
-    slots_bytes = min(FEWEST_SLOTS, demand.layers) * demand.layer_bytes
-    fewest_kv_bytes = demand.fewest_kv_blocks * demand.kv_block_bytes
-    least = fixed + slots_bytes + fewest_kv_bytes
-    if budget_bytes < least:
+    if budget_bytes < demand.least_bytes:
         raise BudgetError(
             f"the memory budget of {mebibytes(budget_bytes)} is too small; the smallest that works is "
-            f"{mebibytes(least + (1 << 20) - 1)} (runtime {mebibytes(demand.runtime_bytes)}, outer weights "
-            f"{mebibytes(demand.outer_bytes)}, workspace {mebibytes(demand.workspace_bytes)}, slots and KV the rest)"
+            f"{mebibytes(demand.smallest_budget_bytes)} ({_listed(demand)}, slots and KV the rest)"
         )
-    left = budget_bytes - fixed
+    left = budget_bytes - demand.fixed_bytes
+    slots_bytes, fewest_kv_bytes = demand.fewest_slots_bytes, demand.fewest_kv_blocks * demand.kv_block_bytes
     # Layers and KV divide bytes, not blocks: otherwise a slightly larger budget, by one block more, could cost a layer.
     kv_bytes = _clamp(left // 2, fewest_kv_bytes, demand.most_kv_blocks * demand.kv_block_bytes)
     residency = _residency(max(left - kv_bytes, slots_bytes) // demand.layer_bytes, demand.layers)
@@ -95,6 +121,10 @@ def plan_memory(budget_bytes: int, demand: Demand) -> MemoryPlan:
     if demand.kv_block_bytes:
         kv_blocks = _clamp(left // demand.kv_block_bytes, kv_blocks, demand.most_kv_blocks)
     return MemoryPlan(budget_bytes, demand, residency, kv_blocks)
+
+
+def _listed(demand: Demand) -> str:
+    return ", ".join(f"{name} {mebibytes(size)}" for name, size in demand.fixed_rows if size)
 
 
 def mebibytes(size_bytes: int) -> str:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from decode_service.drafts import DraftPack, build_draft
+from decode_service.drafts import build_draft
 from decode_service.sampling import SamplingParams, choose_token
 from decode_service.sequence import Sequence
+from shared.draft_pack import DraftPack
 from shared.errors import ConfigurationError
 from shared.kv.paged import PagedKeyValues
 from shared.model.batch import TokenBatch

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from decode_service.drafts import DraftPack, build_draft
+from decode_service.drafts import build_draft
 from decode_service.engine import DecodeEngine
 from decode_service.prefill_client import PrefillClient
 from decode_service.prompts import LocalPrefill, Prompts
@@ -29,6 +29,7 @@ from prefill_service.scheduler import PromptScheduler
 from prefill_service.servicer import PrefillServicer
 from shared.blocks import BlockPool
 from shared.config import Address
+from shared.draft_pack import DraftPack
 from shared.kv.layout import layout_of
 from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues
 from shared.metrics import Gauges, Identity, Telemetry

@@ -26,6 +26,7 @@ def demands(draw: st.DrawFn) -> Demand:
         outer_bytes=draw(sizes),
         draft_bytes=draw(sizes),
         workspace_bytes=draw(sizes),
+        transfer_bytes=draw(sizes),
         layers=draw(st.integers(1, 100)),
         layer_bytes=layer_bytes,
         kv_block_bytes=draw(st.integers(1, layer_bytes)) if blocks else 0,
@@ -36,7 +37,8 @@ def demands(draw: st.DrawFn) -> Demand:
 
 def least_bytes(demand: Demand) -> int:
     """What must be there: everything fixed, the slots, and the fewest blocks."""
-    fixed = demand.runtime_bytes + demand.outer_bytes + demand.draft_bytes + demand.workspace_bytes
+    fixed = demand.runtime_bytes + demand.outer_bytes + demand.draft_bytes
+    fixed += demand.workspace_bytes + demand.transfer_bytes
     slots = min(FEWEST_SLOTS, demand.layers)
     return fixed + slots * demand.layer_bytes + demand.fewest_kv_blocks * demand.kv_block_bytes
 
@@ -140,5 +142,6 @@ def test_the_table_adds_up_and_names_its_rows() -> None:
         "slots (2)": 80,
         "KV blocks (6)": 24,
         "workspace": 20,
+        "transfer buffers": 0,
     }
     assert plan.planned_bytes == plan.budget_bytes

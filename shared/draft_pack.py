@@ -1,0 +1,73 @@
+"""The pack of a draft that is a model: whether it fits its target, and what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from shared.errors import ConfigurationError
+from shared.kv.paged import PagedKeyValues
+from shared.pack.format import OUTER_FILE
+from shared.pack.reader import Pack
+
+DRAFTS = ("none", "ngram", "self", "model")
+
+
+@dataclass(frozen=True)
+class DraftPack:
+    """The pack of a draft that is a model, checked against the target."""
+
+    pack: Pack
+    shares_kv: bool
+    """A low-bit copy of the target: reads and writes the target's KV."""
+    shares_outer: bool
+    """Its outer weights are the target's, byte for byte."""
+
+    @classmethod
+    def open(cls, draft: str, path: Path | None, target: Pack) -> DraftPack | None:
+        """Opens the draft's pack; None for drafts that need none.
+
+        Raises:
+            ConfigurationError: a pack is missing, superfluous, or does not fit the target.
+        """
+        if draft not in ("self", "model"):
+            if path is not None:
+                raise ConfigurationError(
+                    f"draft {draft} needs no pack; leave --draft-pack out, or choose self or model"
+                )
+            return None
+        if path is None:
+            raise ConfigurationError(f"draft {draft} needs a pack; give --draft-pack")
+        pack = Pack.open(path)
+        if draft == "self":
+            if pack.spec != target.spec or pack.scheme.compute_dtype != target.scheme.compute_dtype:
+                raise ConfigurationError(
+                    f"draft self must be a copy of the target in another scheme; {path.name} is another model or "
+                    f"computes in another precision ({pack.scheme.name} beside {target.scheme.name})"
+                )
+        elif _vocabulary(pack) != _vocabulary(target):
+            raise ConfigurationError(f"draft {path.name} has another tokenizer than the target; choose another draft")
+        if pack.spec.vocab_size != target.spec.vocab_size:
+            raise ConfigurationError(
+                f"draft {path.name} has a vocabulary of {pack.spec.vocab_size}, the target of {target.spec.vocab_size}"
+            )
+        same_outer = pack.manifest.files[OUTER_FILE] == target.manifest.files[OUTER_FILE]
+        return cls(pack, shares_kv=draft == "self", shares_outer=same_outer)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of its weights; a draft is never streamed."""
+        outer_bytes = 0 if self.shares_outer else self.pack.outer_bytes
+        return outer_bytes + self.pack.spec.layers * self.pack.layer_layout.data_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Memory that each KV block takes for the draft."""
+        return 0 if self.shares_kv else PagedKeyValues.block_bytes(self.pack.spec, self.pack.scheme.compute_dtype)
+
+
+def _vocabulary(pack: Pack) -> Mapping[str, int]:
+    return Tokenizer.from_str(pack.tokenizer_json()).get_vocab()

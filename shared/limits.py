@@ -1,0 +1,27 @@
+"""Bounds that the services keep and the memory plan counts on: whoever changes one changes both. Plain Python."""
+
+from __future__ import annotations
+
+PREFILL_PASS_TOKENS = 2048
+"""Prompt tokens of a prefill pass, by default; a longer prompt has a pass of its own."""
+LOCAL_PASS_TOKENS = 512
+"""Prompt tokens that join a decode pass where prompts are computed there, by default."""
+SPOOL = "64MiB"
+"""KV that may wait for slow callers, by default."""
+DECODE_BATCH = 16
+"""Sequences that share a decode pass, by default."""
+LONGEST_DRAFT = 16
+"""Tokens proposed for a sequence, unless the operator fixes the length."""
+MOST_SCORED_ROWS = 128
+"""Bounds the memory of logits; beyond so many rows a draft hardly pays."""
+CATCH_UP_TOKENS = 256
+"""Tokens of a sequence that a draft model takes in at once, after a prompt or a while without drafting."""
+NOISE_VECTORS = 128
+"""Noise vectors kept: enough for the draft's and the target's turn over 8 sequences with chains of 15."""
+FEWEST_KV_TOKENS = 1024
+"""A service whose KV memory holds less is of no use."""
+
+
+def most_scored_rows(batch: int, draft_length: int | None) -> int:
+    """Rows of a decode pass whose logits are needed, at most: each sequence's last token and its draft."""
+    return min(batch * ((draft_length or LONGEST_DRAFT) + 1), max(batch, MOST_SCORED_ROWS))
