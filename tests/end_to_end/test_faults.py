@@ -179,8 +179,9 @@ async def test_draining_finishes_the_answer_that_runs_and_refuses_new_ones(endle
             assert not drained.done()
             assert tuple(await rest_of(running)) == expected.token_ids
         await drained
+        # The last token is told before the engine lets go of the batch, and with it of the blocks.
+        await until(lambda: decode.scheduler.blocks_used == 0)
         decode.scheduler.check_integrity()
-        assert decode.scheduler.blocks_used == 0
 
 
 def nothing_resident(pack: Pack) -> Residency:
