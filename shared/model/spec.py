@@ -123,6 +123,9 @@ class ModelSpec:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise UnsupportedModelError(f"model field {name} is {value!r}; it must be positive")
+        for name, value in vars(self.multipliers).items():
+            if not 0 < value < float("inf"):
+                raise UnsupportedModelError(f"model field multipliers.{name} is {value!r}; it must be positive")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise UnsupportedModelError(f"model field {name} is {getattr(self, name)!r}; known are {choices}")
@@ -137,7 +140,8 @@ class ModelSpec:
                 f"head_dim is {self.head_dim}, of which {rotated} dimensions are rotated; "
                 "rotary embedding needs an even number"
             )
-        if self.rope_divisors and (len(self.rope_divisors) != rotated // 2 or not min(self.rope_divisors) > 0):
+        positive = all(0 < divisor < float("inf") for divisor in self.rope_divisors)
+        if self.rope_divisors and (len(self.rope_divisors) != rotated // 2 or not positive):
             raise UnsupportedModelError(f"rope_divisors must be {rotated // 2} positive numbers")
         local = self.local_attention
         if local is not None and (local.window < 1 or (local.rope_theta is not None and not local.rope_theta > 0)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shared.errors import UnsupportedModelError
-from shared.pack.sources import gguf_file, safetensors_folder
+from shared.pack.sources import gguf_file, gguf_reader, safetensors_folder
 from shared.pack.sources.refusals import PICKLE_SUFFIXES, pickle_message
 from shared.pack.sources.source import Source
 
@@ -24,7 +24,7 @@ def open_source(path: Path) -> Source:
         return safetensors_folder.open_folder(path)
     if not path.is_file():
         raise UnsupportedModelError(f"there is no {path}; expected {SUPPORTED}")
-    if gguf_file.is_gguf(path):
+    if gguf_reader.is_gguf(path):
         return gguf_file.open_gguf(path)
     if path.suffix in PICKLE_SUFFIXES:
         raise UnsupportedModelError(pickle_message(path))

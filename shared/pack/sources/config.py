@@ -10,8 +10,8 @@ from shared.errors import UnsupportedModelError
 
 JsonObject = Mapping[str, Any]
 
-MOST = 2**31 - 1
-"""Larger integers have no place in a configuration."""
+MOST, LARGEST = 2**31 - 1, 1e30
+"""Larger integers and numbers have no place in a configuration."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Config:
         return None if self.fields.get(name) is None else self.integer(name)
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A number; without a default it must be there."""
+        """A positive, finite number; without a default it must be there."""
         value = self._value(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            self.refuse(f"{self.place}{name} is {value!r}; expected a number")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < LARGEST:
+            self.refuse(f"{self.place}{name} is {value!r}; expected a positive number")
         return float(value)
 
     def number_or_none(self, name: str) -> float | None:
-        """A number, or None where the field is null or absent."""
+        """A positive, finite number, or None where the field is null or absent."""
         return None if self.fields.get(name) is None else self.number(name)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -53,12 +53,12 @@ class Config:
         return value
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
-        """A list of that many numbers."""
+        """A list of that many positive, finite numbers."""
         value = self.fields.get(name)
-        right = isinstance(value, list) and all(isinstance(x, int | float) and not isinstance(x, bool) for x in value)
-        if not right or len(value) != count:  # type: ignore[arg-type]
+        if not isinstance(value, list) or len(value) != count:
             self.refuse(f"{self.place}{name} is {value!r}; expected {count} numbers")
-        return tuple(map(float, value))  # type: ignore[arg-type]
+        entries = Config({f"{name}[{place}]": entry for place, entry in enumerate(value)}, self.checkpoint, self.place)
+        return tuple(map(entries.number, entries.fields))
 
     def words(self, name: str, count: int, known: tuple[str, ...]) -> tuple[str, ...] | None:
         """A list of that many words, each of a known kind, or None where the field is null or absent."""

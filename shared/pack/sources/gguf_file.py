@@ -1,7 +1,4 @@
-"""A GGUF file as a source; weights are dequantized to float32.
-
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
-"""
+"""A GGUF file as a source; weights are dequantized to float32."""
 
 from __future__ import annotations
 
@@ -11,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from shared.errors import DataLossError, UnsupportedModelError
+from shared.errors import UnsupportedModelError
 from shared.model.spec import MOST_LAYERS, ModelSpec
 from shared.pack.sources.config import Config
 from shared.pack.sources.family_fields import MOST_HEAD_DIM
@@ -29,24 +26,17 @@ from shared.pack.sources.gguf_architectures import (
     Architecture,
     rope_fields,
 )
+from shared.pack.sources.gguf_reader import read_gguf
 from shared.pack.sources.gguf_tokenizer import end_token_ids, special_tokens, tokenizer_json
 from shared.pack.sources.source import Source, check_tensors, fingerprint_of, stored_rows
 
 Metadata = Mapping[str, Any]
-
-MAGIC = b"GGUF"
 
 OUTER_NAMES = {
     "embedding.weight": "token_embd.weight",
     "final_norm.weight": "output_norm.weight",
     "output.weight": "output.weight",
 }
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether a file begins as a GGUF file does."""
-    with path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
 
 
 def open_gguf(path: Path) -> Source:
@@ -56,32 +46,22 @@ def open_gguf(path: Path) -> Source:
         UnsupportedModelError: another architecture, tokenizer or kind of quantization, or unknown fields or tensors.
         DataLossError: the file is damaged.
     """
-    try:
-        reader = GGUFReader(path)
-        metadata = {name: _shortest(field.contents()) for name, field in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
-        raise DataLossError(f"{path.name} is no complete GGUF file ({error}); download it again") from None
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    file = read_gguf(path)
+    metadata = {name: _shortest(value) for name, value in file.metadata.items()}
     architecture = _architecture(metadata, path.name)
-    _check_kinds(path.name, {tensor.tensor_type for tensor in tensors.values()})
-
-    def values(name: str, rows: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, Any]:
-        tensor = tensors[name]
-        whole = len(tensor.shape) == 1
-        found: np.ndarray[Any, Any] = dequantize(tensor.data if whole else tensor.data[rows], tensor.tensor_type)
-        return found[rows] if whole else found
-
+    _check_kinds(path.name, {tensor.kind for tensor in file.tensors.values()})
     divisors: tuple[float, ...] = ()
-    if FREQUENCY_DIVISORS in tensors:
-        divisors = tuple(map(_shortest, values(FREQUENCY_DIVISORS, np.arange(len(tensors[FREQUENCY_DIVISORS].data)))))
-    spec = _spec(architecture, metadata, path.name, set(tensors), divisors)
-    shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in tensors.items()}
+    if FREQUENCY_DIVISORS in file.tensors:
+        tensor = file.tensors[FREQUENCY_DIVISORS]
+        divisors = tuple(map(_shortest, tensor.values(np.arange(tensor.shape[0]))))
+    spec = _spec(architecture, metadata, path.name, set(file.tensors), divisors)
+    shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
     places = stored_rows(spec, _stored_name)
     check_tensors(path.name, places, shapes, ignorable=lambda name: name == FREQUENCY_DIVISORS)
 
     def read_rows(logical_name: str, rows: slice) -> Tensor:
         place = places[logical_name]
-        found = values(place.tensor, _row_order(architecture, logical_name, spec, place.shape[0])[rows])
+        found = file.tensors[place.tensor].values(_row_order(architecture, logical_name, spec, place.shape[0])[rows])
         if logical_name.endswith("norm.weight"):
             found = found - architecture.norm_offset
         return torch.from_numpy(np.ascontiguousarray(found, dtype=np.float32))

@@ -72,7 +72,10 @@ def scaled_rope(
     if unknown := sorted(present - COMMON_FIELDS - understood):
         parameters.refuse(f"{parameters.place[:-1]} has fields unknown for {kind!r}: {', '.join(unknown)}")
     trained = trained_context or parameters.integer("original_max_position_embeddings", context_length)
-    return variant(RopeSetting(parameters, theta, dimensions, context_length, trained))
+    try:
+        return variant(RopeSetting(parameters, theta, dimensions, context_length, trained))
+    except (ArithmeticError, ValueError) as error:
+        parameters.refuse(f"the numbers of {parameters.place[:-1]} make no rotation of kind {kind!r} ({error})")
 
 
 def _unscaled(setting: RopeSetting) -> ScaledRope:
@@ -130,7 +133,7 @@ def _yarn_amplitude(parameters: Config, factor: float) -> float:
     stated = parameters.number_or_none("attention_factor")
     if stated is not None:
         return stated
-    weight, weight_of_all = parameters.number("mscale", 0.0), parameters.number("mscale_all_dim", 0.0)
+    weight, weight_of_all = parameters.number_or_none("mscale"), parameters.number_or_none("mscale_all_dim")
     return grown(weight) / grown(weight_of_all) if weight and weight_of_all else grown(1.0)
 
 

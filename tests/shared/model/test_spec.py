@@ -42,6 +42,7 @@ SPEC = ModelSpec(
         ({"local_attention": LocalAttention(window=4, layers=(5,))}, "local_attention names layers"),
         ({"local_attention": LocalAttention(window=0, layers=(1,))}, "window"),
         ({"attention_soft_cap": -1.0}, "attention_soft_cap is -1.0"),
+        ({"multipliers": Multipliers(residual=float("nan"))}, r"multipliers\.residual is nan"),
         ({"norms": "never"}, "norms is 'never'"),
     ],
 )
