@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from decode_service.sampling import choose_token
+from decode_service.choice import choose_next
 from decode_service.scheduler import DecodeScheduler
 from decode_service.sequence import Sequence
 from decode_service.speculation.acceptance import accept
@@ -74,7 +74,7 @@ class DecodeEngine(Engine[Sequence]):
             if sequence.last_hidden is not None:
                 hidden = from_bytes(sequence.last_hidden, self._model.dtype)[None]
                 sequence.last_hidden = None
-                sequence.emit(self._extend(sequence, [self._choose(sequence, self._model.logits(hidden), 0)]))
+                sequence.emit(self._extend(sequence, [self._choose(sequence, self._model.logits(hidden), [], 0)]))
 
     def _propose(self, living: list[Turn]) -> list[Turn]:
         drafting = [turn.sequence for turn in living if turn.drafts]
@@ -122,7 +122,9 @@ class DecodeEngine(Engine[Sequence]):
             How many draft tokens were accepted, and what is new for the reader.
         """
         sequence = turn.sequence
-        chosen = accept(turn.proposal, partial(self._choose, sequence, logits)) if turn.reaches_end else []
+        chosen = (
+            accept(turn.proposal, partial(self._choose, sequence, logits, turn.proposal)) if turn.reaches_end else []
+        )
         accepted = max(0, len(chosen) - 1)
         sequence.passes += 1
         sequence.kv_length += len(turn.tokens) + accepted
@@ -140,6 +142,8 @@ class DecodeEngine(Engine[Sequence]):
         return emission
 
     @staticmethod
-    def _choose(sequence: Sequence, logits: Tensor, row: int) -> int:
-        """The target's token at `row` places behind the sequence, from float32 logits [rows, vocab_size]."""
-        return choose_token(logits[row].numpy(), sequence.sampling, len(sequence.tokens) + row)
+    def _choose(sequence: Sequence, logits: Tensor, proposal: list[int], row: int) -> int:
+        """The target's token after the sequence and `proposal[:row]`, from float32 logits [rows, vocab_size]."""
+        return choose_next(
+            logits[row].numpy(), sequence.sampling, sequence.tokens, sequence.prompt_tokens, proposal[:row]
+        )

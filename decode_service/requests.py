@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from decode_service.sampling import MAX_SEED, SamplingParams
 from decode_service.sequence import Sequence
+from decode_service.shaping import Shaping
 from decode_service.text.output import Emission, TextOutput
 from decode_service.text.stopping import StopConditions
 from decode_service.text.tokenizer import Message, Tokenizer
@@ -31,7 +32,8 @@ class RequestReader:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._context_length = context_length
-        self._end_token_ids = end_token_ids
+        # A model may name ends beyond its vocabulary; these are never chosen, so nothing has to rule them out.
+        self._end_token_ids = frozenset(token_id for token_id in end_token_ids if token_id < vocab_size)
 
     async def read(self, request: AnyRequest, outlet: Outlet[Emission], on_admitted: Callable[[], None]) -> Sequence:
         """Makes the sequence that a request asks for. Tokenizing happens beside the event loop.
@@ -43,7 +45,8 @@ class RequestReader:
             raise InvalidRequestError(
                 f"request_id has {len(request.request_id)} characters; at most {LONGEST_REQUEST_ID} are allowed"
             )
-        sampling = _sampling(request.sampling)
+        end_ids = frozenset[int]() if request.stopping.ignore_eos else self._end_token_ids
+        sampling = self._sampling(request, end_ids)
         tokens = await asyncio.to_thread(self._prompt_tokens, request.prompt)
         if error := prompt_tokens_error(tokens, self._vocab_size, self._context_length):
             raise InvalidRequestError(error)
@@ -54,7 +57,7 @@ class RequestReader:
             prompt_tokens=len(tokens),
             max_tokens=stop.max_tokens,
             sampling=sampling,
-            output=TextOutput(self._tokenizer, stop, self._end_token_ids),
+            output=TextOutput(self._tokenizer, stop, end_ids),
             outlet=outlet,
             on_admitted=on_admitted,
         )
@@ -77,21 +80,38 @@ class RequestReader:
                 f"the prompt has {prompt_tokens} tokens and fills the context of {self._context_length}; "
                 "shorten it to leave room for an answer"
             )
-        max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else min(DEFAULT_MAX_TOKENS, left)
+        default = min(max(DEFAULT_MAX_TOKENS, stopping.min_tokens), left)
+        max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else default
         if max_tokens > left:
             raise InvalidRequestError(
                 f"stopping.max_tokens is {max_tokens}, but after {prompt_tokens} prompt tokens the context of "
                 f"{self._context_length} has {left} left; ask for less"
             )
+        if stopping.min_tokens > max_tokens:
+            raise InvalidRequestError(
+                f"stopping.min_tokens is {stopping.min_tokens}; it must be from 0 to max_tokens, here {max_tokens}"
+            )
         conditions = StopConditions(max_tokens, tuple(stopping.strings), frozenset(stopping.token_ids))
         conditions.require_vocabulary(self._vocab_size)
         return conditions
 
-
-def _sampling(message: decode_pb2.Sampling) -> SamplingParams:
-    return SamplingParams(
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p if message.HasField("top_p") else 1.0,
-        seed=message.seed if message.HasField("seed") else secrets.randbelow(MAX_SEED + 1),
-    )
+    def _sampling(self, request: AnyRequest, end_ids: frozenset[int]) -> SamplingParams:
+        message, stopping = request.sampling, request.stopping
+        shaping = Shaping(
+            repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+            presence_penalty=message.presence_penalty,
+            frequency_penalty=message.frequency_penalty,
+            logit_bias=tuple(message.logit_bias.items()),
+            bad_token_ids=frozenset(message.bad_token_ids),
+            min_tokens=stopping.min_tokens,
+            end_token_ids=end_ids | frozenset(stopping.token_ids),
+        )
+        shaping.require_vocabulary(self._vocab_size)
+        return SamplingParams(
+            temperature=message.temperature,
+            top_k=message.top_k,
+            top_p=message.top_p if message.HasField("top_p") else 1.0,
+            min_p=message.min_p,
+            seed=message.seed if message.HasField("seed") else secrets.randbelow(MAX_SEED + 1),
+            shaping=shaping,
+        )

@@ -9,12 +9,13 @@ on the draft, the batch or the timing (drafter-invariant speculative decoding, a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from decode_service.shaping import Shaping
 from shared.errors import DataLossError, InvalidRequestError
 from shared.limits import NOISE_VECTORS
 
@@ -30,7 +31,9 @@ class SamplingParams:
         temperature: 0 to 100; 0 is greedy.
         top_k: keep only the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set of likeliest tokens whose probability reaches this; above 0, at most 1.
+        min_p: keep only tokens at least min_p times as likely as the likeliest; 0 (keeps all) to 1.
         seed: 0 to 2^64 - 1; fixes the noise.
+        shaping: what happens to logits before all that; see `decode_service.choice`.
 
     Raises:
         InvalidRequestError: names the field, its value and its range.
@@ -39,7 +42,9 @@ class SamplingParams:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
+    shaping: Shaping = field(default_factory=Shaping)
 
     def __post_init__(self) -> None:
         # Written so that NaN, which compares false with everything, is refused.
@@ -49,6 +54,8 @@ class SamplingParams:
             raise InvalidRequestError(f"top_k is {self.top_k}; it must be 0 (all tokens) or more")
         if not 0 < self.top_p <= 1:
             raise InvalidRequestError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            raise InvalidRequestError(f"min_p is {self.min_p}; it must be from 0 (all tokens) to 1")
         if not 0 <= self.seed <= MAX_SEED:
             raise InvalidRequestError(f"seed is {self.seed}; it must be from 0 to {MAX_SEED}")
 
@@ -62,7 +69,7 @@ def choose_token(logits: NDArray[np.float32], params: SamplingParams, position: 
     """The one token that belongs at this place; of equally good ones the lowest id.
 
     Args:
-        logits: [vocabulary], of the model after all tokens before `position`.
+        logits: [vocabulary], shaped; -inf where a token is ruled out.
         params: how to choose.
         position: index, in the whole sequence with its prompt, of the token that is being chosen.
 
@@ -73,6 +80,8 @@ def choose_token(logits: NDArray[np.float32], params: SamplingParams, position: 
         return _finite_argmax(logits)
     scaled = _scaled(logits, params.temperature)
     noisy = scaled + gumbel_noise(params.seed, position, scaled.size)
+    if params.min_p:
+        noisy[scaled < math.log(params.min_p)] = -np.inf
     kept = _top_k_ids(scaled, params.top_k)
     if kept is None:
         return _best_in_nucleus(scaled, noisy, params.top_p)
@@ -80,10 +89,11 @@ def choose_token(logits: NDArray[np.float32], params: SamplingParams, position: 
 
 
 def processed_logits(logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np.float64]:
-    """Logits after temperature, then top-k, then top-p: [vocabulary], the best 0, -inf for dropped tokens.
+    """Logits after temperature, top-k, top-p and min-p: [vocabulary], the best 0, -inf for dropped tokens.
 
-    Top-p counts probabilities after top-k. Among equal logits the lower ids are kept. A temperature of 0 does not
-    scale and keeps the one token that is chosen.
+    Top-p counts probabilities after top-k. Min-p compares with the likeliest token (Nguyen et al., "Turning up the
+    heat", arXiv 2407.01082, section 3), so it commutes with both. Among equal logits the lower ids are kept. A
+    temperature of 0 does not scale and keeps the one token that is chosen.
 
     Raises:
         DataLossError: the logits hold NaN or infinity.
@@ -94,6 +104,7 @@ def processed_logits(logits: NDArray[np.float32], params: SamplingParams) -> NDA
         scaled = _scaled(logits, params.temperature)
         kept = np.arange(scaled.size) if (top := _top_k_ids(scaled, params.top_k)) is None else top
         kept = kept[_nucleus_ids(scaled[kept], params.top_p)]
+        kept = kept[scaled[kept] >= math.log(params.min_p)] if params.min_p else kept
     processed = np.full_like(scaled, -np.inf)
     processed[kept] = scaled[kept]
     return processed

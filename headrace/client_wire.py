@@ -24,10 +24,23 @@ def _request_fields(request: Request) -> dict[str, Any]:
     return {
         "prompt": _prompt(request),
         "sampling": decode_pb2.Sampling(
-            temperature=request.temperature, top_k=request.top_k, top_p=request.top_p, seed=request.seed
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            min_p=request.min_p,
+            repetition_penalty=request.repetition_penalty,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            logit_bias=request.logit_bias,
+            bad_token_ids=request.bad_token_ids,
+            seed=request.seed,
         ),
         "stopping": decode_pb2.Stopping(
-            max_tokens=request.max_tokens, strings=request.stop_strings, token_ids=request.stop_token_ids
+            max_tokens=request.max_tokens,
+            strings=request.stop_strings,
+            token_ids=request.stop_token_ids,
+            ignore_eos=request.ignore_eos,
+            min_tokens=request.min_tokens,
         ),
         "request_id": request.request_id,
     }

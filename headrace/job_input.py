@@ -84,5 +84,12 @@ def parse_job(line: bytes) -> Job:
     job_id = value.pop("id", None)
     if not isinstance(job_id, str) or not job_id:
         raise InputError('every line needs an "id": text that is not empty')
+    if isinstance(bias := value.get("logit_bias"), dict):
+        value["logit_bias"] = {_token_id(name): number for name, number in bias.items()}
     Request(**value, request_id=job_id)
     return Job(job_id, value)
+
+
+def _token_id(name: str) -> int | str:
+    """A token id that names a field, as JSON wants it; anything else is left for the request to refuse."""
+    return int(name) if len(name) <= 10 and name.isdecimal() and str(int(name)) == name else name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from headrace.errors import InvalidRequest
@@ -14,6 +14,8 @@ Message = Mapping[str, str]
 
 _UINT32_END = 2**32
 _UINT64_END = 2**64
+_MOST_SHAPED = 1024
+"""Most token ids that a request may bias, or rule out."""
 
 
 class RequestOptions(TypedDict, total=False):
@@ -31,12 +33,28 @@ class RequestOptions(TypedDict, total=False):
     """Keep only the k likeliest tokens; 0 (default) keeps all."""
     top_p: float | None
     """Keep the likeliest tokens whose probability reaches top_p; above 0, at most 1."""
+    min_p: float
+    """Keep only tokens at least min_p times as likely as the likeliest one; 0 (default, keeps all) to 1."""
+    repetition_penalty: float | None
+    """Above 1 discourages tokens that prompt or answer already have; 0.1 to 10, 1 (default) does nothing."""
+    presence_penalty: float
+    """Taken from the logits of tokens that the answer already has; -2 to 2."""
+    frequency_penalty: float
+    """Taken once for each time that the answer already has the token; -2 to 2."""
+    logit_bias: Mapping[int, float]
+    """Token id -> -100 to 100, added to its logit; at most 1024."""
+    bad_token_ids: Sequence[int]
+    """Tokens that are never chosen; at most 1024."""
     seed: int | None
     """Fixes the noise: same seed, same output. None lets the service draw one; the header reports it."""
     stop: str | Sequence[str]
     """Stop before any of these strings; at most 16."""
     stop_token_ids: Sequence[int]
     """Stop after any of these tokens."""
+    ignore_eos: bool
+    """Go on after the model's own end-of-sequence tokens."""
+    min_tokens: int
+    """Before the answer has so many tokens, those that would end it are not chosen; stop strings still end it."""
     request_id: str
     """Identifies the request in the services' logs; at most 128 characters."""
 
@@ -56,9 +74,17 @@ class Request:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float | None = None
+    min_p: float = 0.0
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_token_ids: Sequence[int] = ()
     seed: int | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
     request_id: str = ""
 
     def __post_init__(self) -> None:
@@ -85,6 +111,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _is_between(value: Any, low: float, high: float) -> bool:
+    return _is_number(value) and low <= value <= high
+
+
 def _is_list(value: Any, holds: Callable[[Any], bool]) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes) and all(map(holds, value))
 
@@ -100,6 +130,15 @@ def _is_message(value: Any) -> bool:
 
 def _is_token_ids(value: Any) -> bool:
     return _is_list(value, lambda token_id: _is_integer(token_id, 0, _UINT32_END))
+
+
+def _is_logit_bias(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and len(value) <= _MOST_SHAPED
+        and _is_token_ids(list(value))
+        and all(_is_between(bias, -100, 100) for bias in value.values())
+    )
 
 
 def _is_stop(value: Any) -> bool:
@@ -119,12 +158,26 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "a list of token ids (integers, 0 or more), not empty",
     ),
     "max_tokens": (lambda value: value is None or _is_integer(value, 1, _UINT32_END), "an integer, 1 or more"),
-    "temperature": (lambda value: _is_number(value) and 0 <= value <= 100, "a number from 0 to 100"),
+    "temperature": (lambda value: _is_between(value, 0, 100), "a number from 0 to 100"),
     "top_k": (lambda value: _is_integer(value, 0, _UINT32_END), "an integer, 0 or more"),
     "top_p": (lambda value: value is None or (_is_number(value) and 0 < value <= 1), "above 0 and at most 1"),
+    "min_p": (lambda value: _is_between(value, 0, 1), "a number from 0 to 1"),
+    "repetition_penalty": (
+        lambda value: value is None or _is_between(value, 0.1, 10),
+        "a number from 0.1 to 10, 1 for none",
+    ),
+    "presence_penalty": (lambda value: _is_between(value, -2, 2), "a number from -2 to 2"),
+    "frequency_penalty": (lambda value: _is_between(value, -2, 2), "a number from -2 to 2"),
+    "logit_bias": (_is_logit_bias, f"a map of at most {_MOST_SHAPED} token ids to numbers from -100 to 100"),
+    "bad_token_ids": (
+        lambda value: _is_token_ids(value) and len(value) <= _MOST_SHAPED,
+        f"a list of at most {_MOST_SHAPED} token ids (integers, 0 or more)",
+    ),
     "seed": (lambda value: value is None or _is_integer(value, 0, _UINT64_END), "an integer from 0 to 2**64 - 1"),
     "stop": (_is_stop, "one string or a list of at most 16, none of them empty"),
     "stop_token_ids": (_is_token_ids, "a list of token ids (integers, 0 or more)"),
+    "ignore_eos": (lambda value: isinstance(value, bool), "true or false"),
+    "min_tokens": (lambda value: _is_integer(value, 0, _UINT32_END), "an integer, 0 or more"),
     "request_id": (lambda value: _is_text(value) and len(value) <= 128, "text of at most 128 characters"),
 }
 

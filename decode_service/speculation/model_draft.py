@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decode_service.sampling import choose_token
+from decode_service.choice import choose_next
 from decode_service.sequence import Sequence
 from shared.kv.paged import PagedKeyValues
 from shared.limits import CATCH_UP_TOKENS
@@ -38,8 +38,11 @@ class ModelDraft:
                 contexts[sequence] += len(chunks[sequence])
                 inputs[sequence] = inputs[sequence][len(chunks[sequence]) :]
                 if not inputs[sequence]:
-                    inputs[sequence] = [choose_token(row, sequence.sampling, position=contexts[sequence])]
-                    proposals[sequence] += inputs[sequence]
+                    token = choose_next(
+                        row, sequence.sampling, sequence.tokens, sequence.prompt_tokens, proposals[sequence]
+                    )
+                    inputs[sequence] = [token]
+                    proposals[sequence].append(token)
         for sequence in sequences:
             sequence.draft_kv_length = contexts[sequence]
         return [proposals[sequence] for sequence in sequences]

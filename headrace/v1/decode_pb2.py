@@ -24,15 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18headrace/v1/decode.proto\x12\x0bheadrace.v1\"\x9c\x01\n\x0fGenerateRequest\x12#\n\x06prompt\x18\x01 \x01(\x0b\x32\x13.headrace.v1.Prompt\x12\'\n\x08sampling\x18\x02 \x01(\x0b\x32\x15.headrace.v1.Sampling\x12\'\n\x08stopping\x18\x03 \x01(\x0b\x32\x15.headrace.v1.Stopping\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"\xac\x01\n\x10GenerateResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1d.headrace.v1.GenerationHeaderH\x00\x12-\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1c.headrace.v1.GenerationChunkH\x00\x12/\n\x06result\x18\x03 \x01(\x0b\x32\x1d.headrace.v1.GenerationResultH\x00\x42\x07\n\x05\x65vent\"\x9c\x01\n\x0f\x43ompleteRequest\x12#\n\x06prompt\x18\x01 \x01(\x0b\x32\x13.headrace.v1.Prompt\x12\'\n\x08sampling\x18\x02 \x01(\x0b\x32\x15.headrace.v1.Sampling\x12\'\n\x08stopping\x18\x03 \x01(\x0b\x32\x15.headrace.v1.Stopping\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"\x91\x01\n\x10\x43ompleteResponse\x12-\n\x06header\x18\x01 \x01(\x0b\x32\x1d.headrace.v1.GenerationHeader\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\x06result\x18\x04 \x01(\x0b\x32\x1d.headrace.v1.GenerationResult\"u\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x17.headrace.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x03 \x01(\x0b\x32\x18.headrace.v1.TokenPromptH\x00\x42\x06\n\x04\x66orm\"8\n\nChatPrompt\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"h\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x01\x88\x01\x01\x42\x08\n\x06_top_pB\x07\n\x05_seed\"V\n\x08Stopping\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07strings\x18\x02 \x03(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\rB\r\n\x0b_max_tokens\"a\n\x10GenerationHeader\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"2\n\x0fGenerationChunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\x8e\x01\n\x10GenerationResult\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.headrace.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.headrace.v1.Usage\x12%\n\x07timings\x18\x03 \x01(\x0b\x32\x14.headrace.v1.Timings\"x\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x04 \x01(\r\x12\x0e\n\x06passes\x18\x05 \x01(\r\"v\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x1a\n\x12prefill_compute_ms\x18\x03 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x04 \x01(\x01\x12\x11\n\tdecode_ms\x18\x05 \x01(\x01*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xa3\x01\n\rDecodeService\x12I\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponse0\x01\x12G\n\x08\x43omplete\x12\x1c.headrace.v1.CompleteRequest\x1a\x1d.headrace.v1.CompleteResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18headrace/v1/decode.proto\x12\x0bheadrace.v1\"\x9c\x01\n\x0fGenerateRequest\x12#\n\x06prompt\x18\x01 \x01(\x0b\x32\x13.headrace.v1.Prompt\x12\'\n\x08sampling\x18\x02 \x01(\x0b\x32\x15.headrace.v1.Sampling\x12\'\n\x08stopping\x18\x03 \x01(\x0b\x32\x15.headrace.v1.Stopping\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"\xac\x01\n\x10GenerateResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1d.headrace.v1.GenerationHeaderH\x00\x12-\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1c.headrace.v1.GenerationChunkH\x00\x12/\n\x06result\x18\x03 \x01(\x0b\x32\x1d.headrace.v1.GenerationResultH\x00\x42\x07\n\x05\x65vent\"\x9c\x01\n\x0f\x43ompleteRequest\x12#\n\x06prompt\x18\x01 \x01(\x0b\x32\x13.headrace.v1.Prompt\x12\'\n\x08sampling\x18\x02 \x01(\x0b\x32\x15.headrace.v1.Sampling\x12\'\n\x08stopping\x18\x03 \x01(\x0b\x32\x15.headrace.v1.Stopping\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"\x91\x01\n\x10\x43ompleteResponse\x12-\n\x06header\x18\x01 \x01(\x0b\x32\x1d.headrace.v1.GenerationHeader\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\x06result\x18\x04 \x01(\x0b\x32\x1d.headrace.v1.GenerationResult\"u\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x17.headrace.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x03 \x01(\x0b\x32\x18.headrace.v1.TokenPromptH\x00\x42\x06\n\x04\x66orm\"8\n\nChatPrompt\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe7\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x02\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12\x38\n\nlogit_bias\x18\t \x03(\x0b\x32$.headrace.v1.Sampling.LogitBiasEntry\x12\x15\n\rbad_token_ids\x18\n \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penalty\"~\n\x08Stopping\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07strings\x18\x02 \x03(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x12\x12\n\nmin_tokens\x18\x05 \x01(\rB\r\n\x0b_max_tokens\"a\n\x10GenerationHeader\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"2\n\x0fGenerationChunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\x8e\x01\n\x10GenerationResult\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.headrace.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.headrace.v1.Usage\x12%\n\x07timings\x18\x03 \x01(\x0b\x32\x14.headrace.v1.Timings\"x\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x04 \x01(\r\x12\x0e\n\x06passes\x18\x05 \x01(\r\"v\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x1a\n\x12prefill_compute_ms\x18\x03 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x04 \x01(\x01\x12\x11\n\tdecode_ms\x18\x05 \x01(\x01*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xa3\x01\n\rDecodeService\x12I\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponse0\x01\x12G\n\x08\x43omplete\x12\x1c.headrace.v1.CompleteRequest\x1a\x1d.headrace.v1.CompleteResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.v1.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1665
-  _globals['_FINISHREASON']._serialized_end=1760
+  _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=1961
+  _globals['_FINISHREASON']._serialized_end=2056
   _globals['_GENERATEREQUEST']._serialized_start=42
   _globals['_GENERATEREQUEST']._serialized_end=198
   _globals['_GENERATERESPONSE']._serialized_start=201
@@ -49,20 +51,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_end=903
   _globals['_TOKENPROMPT']._serialized_start=905
   _globals['_TOKENPROMPT']._serialized_end=931
-  _globals['_SAMPLING']._serialized_start=933
-  _globals['_SAMPLING']._serialized_end=1037
-  _globals['_STOPPING']._serialized_start=1039
-  _globals['_STOPPING']._serialized_end=1125
-  _globals['_GENERATIONHEADER']._serialized_start=1127
-  _globals['_GENERATIONHEADER']._serialized_end=1224
-  _globals['_GENERATIONCHUNK']._serialized_start=1226
-  _globals['_GENERATIONCHUNK']._serialized_end=1276
-  _globals['_GENERATIONRESULT']._serialized_start=1279
-  _globals['_GENERATIONRESULT']._serialized_end=1421
-  _globals['_USAGE']._serialized_start=1423
-  _globals['_USAGE']._serialized_end=1543
-  _globals['_TIMINGS']._serialized_start=1545
-  _globals['_TIMINGS']._serialized_end=1663
-  _globals['_DECODESERVICE']._serialized_start=1763
-  _globals['_DECODESERVICE']._serialized_end=1926
+  _globals['_SAMPLING']._serialized_start=934
+  _globals['_SAMPLING']._serialized_end=1293
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1203
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1251
+  _globals['_STOPPING']._serialized_start=1295
+  _globals['_STOPPING']._serialized_end=1421
+  _globals['_GENERATIONHEADER']._serialized_start=1423
+  _globals['_GENERATIONHEADER']._serialized_end=1520
+  _globals['_GENERATIONCHUNK']._serialized_start=1522
+  _globals['_GENERATIONCHUNK']._serialized_end=1572
+  _globals['_GENERATIONRESULT']._serialized_start=1575
+  _globals['_GENERATIONRESULT']._serialized_end=1717
+  _globals['_USAGE']._serialized_start=1719
+  _globals['_USAGE']._serialized_end=1839
+  _globals['_TIMINGS']._serialized_start=1841
+  _globals['_TIMINGS']._serialized_end=1959
+  _globals['_DECODESERVICE']._serialized_start=2059
+  _globals['_DECODESERVICE']._serialized_end=2222
 # @@protoc_insertion_point(module_scope)

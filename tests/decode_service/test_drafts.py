@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from decode_service.choice import choose_next
 from decode_service.drafts import build_draft
-from decode_service.sampling import SamplingParams, choose_token
+from decode_service.sampling import SamplingParams
 from decode_service.sequence import Sequence
 from shared.draft_pack import DraftPack
 from shared.errors import ConfigurationError
@@ -140,7 +141,8 @@ def chosen_by(target: Model, opened: Pack, sequence: Sequence, count: int) -> li
         batch = TokenBatch.of([(tokens, 0)])
         kv = PagedKeyValues(opened.spec, target.dtype, BLOCKS)
         hidden = target.forward(batch, kv.for_pass(batch.segments, [range(BLOCKS)]))
-        tokens.append(choose_token(target.logits(hidden[-1:])[0].numpy(), sequence.sampling, len(tokens)))
+        logits = target.logits(hidden[-1:])[0].numpy()
+        tokens.append(choose_next(logits, sequence.sampling, tokens, sequence.prompt_tokens))
     return tokens[len(sequence.tokens) :]
 
 

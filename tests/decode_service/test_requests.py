@@ -8,6 +8,8 @@ import pytest
 
 from decode_service.requests import DEFAULT_MAX_TOKENS, RequestReader
 from decode_service.sequence import Sequence
+from decode_service.shaping import Shaping
+from decode_service.text.output import FinishReason
 from decode_service.text.tokenizer import Message, Tokenizer
 from headrace.v1 import decode_pb2
 from shared.errors import InvalidRequestError
@@ -62,6 +64,47 @@ async def test_what_a_request_states_is_taken_as_it_is(reader: RequestReader) ->
     assert (sequence.request_id, sequence.max_tokens) == ("r" * 128, 299)
     sampling = sequence.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed) == (0.5, 9, 0.25, 2**64 - 1)
+
+
+async def test_penalties_biases_and_ends_become_the_shaping_of_logits(reader: RequestReader) -> None:
+    sequence = await read(
+        reader,
+        prompt=tokens(7),
+        sampling=decode_pb2.Sampling(
+            min_p=0.5,
+            repetition_penalty=1.5,
+            presence_penalty=0.25,
+            frequency_penalty=-0.5,
+            logit_bias={9: 2.5},
+            bad_token_ids=[3],
+        ),
+        stopping=decode_pb2.Stopping(token_ids=[8], min_tokens=4),
+    )
+    assert sequence.sampling.min_p == 0.5
+    assert sequence.sampling.shaping == Shaping(
+        repetition_penalty=1.5,
+        presence_penalty=0.25,
+        frequency_penalty=-0.5,
+        logit_bias=((9, 2.5),),
+        bad_token_ids=frozenset({3}),
+        min_tokens=4,
+        end_token_ids=frozenset({8, EOS_ID}),
+    )
+    assert (await read(reader, prompt=tokens(7))).sampling.shaping == Shaping(end_token_ids=frozenset({EOS_ID}))
+
+
+async def test_ends_that_are_ignored_neither_end_an_answer_nor_are_ruled_out(reader: RequestReader) -> None:
+    sequence = await read(
+        reader, prompt=tokens(7), stopping=decode_pb2.Stopping(ignore_eos=True, min_tokens=4, token_ids=[8])
+    )
+    assert sequence.sampling.shaping.end_token_ids == {8}
+    assert sequence.append([EOS_ID, 9, 8]).token_ids == [EOS_ID, 9, 8]
+    assert sequence.output.finish is FinishReason.STOP
+
+
+async def test_an_answer_that_must_be_longer_than_the_default_length_may_be(reader: RequestReader) -> None:
+    sequence = await read(reader, prompt=tokens(7), stopping=decode_pb2.Stopping(min_tokens=290))
+    assert sequence.max_tokens == 290
 
 
 async def test_seed_0_is_a_seed(reader: RequestReader) -> None:

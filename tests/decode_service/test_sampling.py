@@ -29,6 +29,8 @@ settings_given = st.builds(
     top_k=st.integers(0, 12),
     # Odd numbers, which no sum of probabilities hits exactly: there rounding would decide.
     top_p=st.sampled_from([1e-6, 0.1234567, 0.3456789, 0.6123457, 0.9012345, 0.9991234, 1.0]),
+    # And these are met by no ratio of two weights.
+    min_p=st.sampled_from([0.0, 1e-9, 0.0123457, 0.1234567, 0.7654321]),
     seed=st.integers(0, 2**64 - 1),
 )
 few_levels = st.lists(st.integers(-8, 8), min_size=1, max_size=10).map(
@@ -37,7 +39,7 @@ few_levels = st.lists(st.integers(-8, 8), min_size=1, max_size=10).map(
 
 
 def brute_force(logits: NDArray[np.float32], params: SamplingParams) -> dict[int, float]:
-    """Probabilities by definition: rank by likelihood, then id; keep k; keep until top_p is reached; normalize."""
+    """Probabilities by definition: rank by likelihood, then id; keep k; keep until top_p is reached; apply min_p."""
     weights = {
         token: math.exp(float(logits[token] - logits.max()) / params.temperature) for token in range(len(logits))
     }
@@ -49,6 +51,7 @@ def brute_force(logits: NDArray[np.float32], params: SamplingParams) -> dict[int
         if params.top_p < 1 and math.fsum(weights[other] for other in kept) >= params.top_p * total:
             break
         kept.append(token)
+    kept = [token for token in kept if weights[token] >= params.min_p * weights[ranked[0]]]
     total = math.fsum(weights[token] for token in kept)
     return {token: weights[token] / total for token in kept}
 
@@ -64,6 +67,8 @@ def brute_force(logits: NDArray[np.float32], params: SamplingParams) -> dict[int
         {"temperature": 1.0, "top_p": 0.7},
         {"temperature": 1.5, "top_p": 0.95},
         {"temperature": 1.5, "top_k": 4, "top_p": 0.9},
+        {"temperature": 1.0, "min_p": 0.3},
+        {"temperature": 1.5, "top_k": 4, "top_p": 0.9, "min_p": 0.35},
     ],
 )
 @pytest.mark.parametrize("over", ["seeds", "positions"])
@@ -96,7 +101,9 @@ def test_the_choice_is_the_maximum_of_processed_logits_plus_noise(
     assert choose_token(logits, params, position) == int(np.argmax(noisy))
 
 
-@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_p": 0.02}, {"top_k": 40}, {"top_k": 40, "top_p": 0.5}])
+@pytest.mark.parametrize(
+    "options", [{"top_p": 0.9}, {"top_p": 0.02}, {"top_k": 40}, {"top_k": 40, "top_p": 0.5}, {"min_p": 0.1}]
+)
 @pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])
 def test_the_same_holds_for_a_whole_vocabulary(options: dict[str, Any], spread: float) -> None:
     logits = (np.random.default_rng(3).normal(size=49_152) * spread).astype(np.float32)
@@ -210,6 +217,9 @@ def test_neighbouring_positions_draw_independently() -> None:
         ("top_p", 0.0, "top_p is 0.0; it must be above 0 and at most 1"),
         ("top_p", 1.01, "top_p is 1.01"),
         ("top_p", math.nan, "top_p is nan"),
+        ("min_p", -0.1, "min_p is -0.1; it must be from 0"),
+        ("min_p", 1.1, "min_p is 1.1"),
+        ("min_p", math.nan, "min_p is nan"),
         ("seed", -1, "seed is -1; it must be from 0 to 18446744073709551615"),
         ("seed", 2**64, "seed is 18446744073709551616"),
     ],
@@ -220,5 +230,5 @@ def test_parameters_out_of_range_are_refused_by_name(field: str, value: Any, mes
 
 
 def test_the_ends_of_every_range_are_accepted() -> None:
-    SamplingParams(temperature=0, top_k=0, top_p=1.0, seed=0)
-    SamplingParams(temperature=100, top_k=2**32 - 1, top_p=1e-9, seed=2**64 - 1)
+    SamplingParams(temperature=0, top_k=0, top_p=1.0, min_p=0, seed=0)
+    SamplingParams(temperature=100, top_k=2**32 - 1, top_p=1e-9, min_p=1, seed=2**64 - 1)

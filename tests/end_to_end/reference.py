@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from decode_service.sampling import SamplingParams, choose_token
+from decode_service.choice import choose_next
+from decode_service.sampling import SamplingParams
 from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues
 from shared.model.batch import TokenBatch
 from shared.model.model import Model
@@ -29,8 +30,8 @@ def transformers_model(folder: Path, gguf_file: str | None = None) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
 
 
-def transformers_greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> tuple[int, ...]:
-    """The greedy answer of transformers' own `generate`, with the token that ended it."""
+def transformers_greedy(model: Any, prompt: Sequence[int], max_tokens: int, **options: Any) -> tuple[int, ...]:
+    """The greedy answer of transformers' own `generate` with its options, with the token that ended it."""
     with torch.inference_mode():
         generated = model.generate(
             torch.tensor([list(prompt)]),
@@ -38,6 +39,7 @@ def transformers_greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> t
             max_new_tokens=max_tokens,
             do_sample=False,
             pad_token_id=0,
+            **options,
         )
     return tuple(generated[0, len(prompt) :].tolist())
 
@@ -68,7 +70,7 @@ def plain_answer(
             logits = model.logits(hidden[-1:])[0].numpy()
             second, best = np.partition(logits, -2)[-2:]
             margins.append(float((best - second) / abs(best)))
-            tokens.append(choose_token(logits, sampling, known))
+            tokens.append(choose_next(logits, sampling, tokens, len(prompt)))
             if tokens[-1] in pack.manifest.end_token_ids:
                 break
     model.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,26 @@ import numpy as np
 import pytest
 
 from decode_service.sampling import SamplingParams
+from decode_service.shaping import Shaping
 from shared.pack.reader import Pack
 from shared.streaming.plan import Residency
 from tests.conftest import TinyCheckpoint, TinyPack
 from tests.end_to_end.conftest import SchemePack
 from tests.end_to_end.reference import plain_answer, transformers_greedy, transformers_model
 from tests.end_to_end.stack import answers, everything, quarter, services
+from tests.models import EOS_ID
 
 MAX_TOKENS = 24
 SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9}
+
+SHAPING: dict[str, Any] = {
+    "repetition_penalty": 1.25,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.25,
+    "logit_bias": {9: 1.5, 200: -100.0},
+    "bad_token_ids": (5, 6),
+    "min_tokens": 6,
+}
 
 Placement = Callable[[Pack], Residency]
 PLACEMENTS = pytest.mark.parametrize("residency", [everything, quarter], ids=["resident", "streamed"])
@@ -39,6 +51,19 @@ def sampling_params(seed: int) -> SamplingParams:
     return SamplingParams(temperature=temperature, top_p=top_p, seed=seed)
 
 
+def shaped_requests(prompts: list[list[int]]) -> list[dict[str, Any]]:
+    return [request | SHAPING | {"min_p": 0.125} for request in sampled_requests(prompts)]
+
+
+def shaped_params(seed: int) -> SamplingParams:
+    fields = SHAPING | {
+        "logit_bias": tuple(SHAPING["logit_bias"].items()),
+        "bad_token_ids": frozenset(SHAPING["bad_token_ids"]),
+        "end_token_ids": frozenset({EOS_ID}),
+    }
+    return replace(sampling_params(seed), min_p=0.125, shaping=Shaping(**fields))
+
+
 @pytest.fixture(scope="session")
 def greedy(checkpoint: Path, prompts: list[list[int]]) -> list[tuple[int, ...]]:
     """The answers of transformers' own `generate`."""
@@ -52,6 +77,16 @@ def sampled(target_pack: SchemePack, prompts: list[list[int]]) -> list[tuple[int
     path = target_pack("fp32")
     return [
         plain_answer(path, everything(Pack.open(path)), prompt, MAX_TOKENS, sampling_params(7 + seed))[0]
+        for seed, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.fixture(scope="session")
+def shaped(target_pack: SchemePack, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    """The same with penalties, biases and tokens ruled out."""
+    path = target_pack("fp32")
+    return [
+        plain_answer(path, everything(Pack.open(path)), prompt, MAX_TOKENS, shaped_params(7 + seed))[0]
         for seed, prompt in enumerate(prompts)
     ]
 
@@ -96,6 +131,53 @@ async def test_two_services_answer_the_same_alone_and_in_a_batch_greedy_and_samp
     assert totals.accepted_tokens > 0 or "draft_pack" not in drafting
     assert (totals.streamed_bytes > 0) == (residency is quarter)
     assert totals.batched_requests > totals.passes
+
+
+@DRAFTS
+async def test_penalties_biases_and_tokens_ruled_out_change_no_answer_by_a_draft(
+    target_pack: SchemePack,
+    prompts: list[list[int]],
+    sampled: list[tuple[int, ...]],
+    shaped: list[tuple[int, ...]],
+    drafting: dict[str, Any],
+) -> None:
+    async with services(target_pack("fp32"), **drafting) as decode:
+        got = await answers(decode.client, shaped_requests(prompts), at_once=True)
+        await decode.idle()
+        accepted = decode.telemetry.totals.accepted_tokens
+    assert [answer.token_ids for answer in got] == shaped
+    assert shaped != sampled
+    assert accepted > 0 or "draft_pack" not in drafting
+
+
+@pytest.mark.parametrize("draft", ["none", "truncated"])
+async def test_greedy_answers_with_penalties_and_ruled_out_tokens_are_those_of_transformers(
+    checkpoint: Path, target_pack: SchemePack, prompts: list[list[int]], drafting: dict[str, Any]
+) -> None:
+    model = transformers_model(checkpoint)
+    options = {"repetition_penalty": 1.25, "min_new_tokens": 12, "bad_words_ids": [[5], [6], [40]]}
+    expected = [transformers_greedy(model, prompt, MAX_TOKENS, **options) for prompt in prompts]
+    ours = {"repetition_penalty": 1.25, "min_tokens": 12, "bad_token_ids": [5, 6, 40]}
+    async with services(target_pack("fp32"), **drafting) as decode:
+        got = await answers(decode.client, [request | ours for request in greedy_requests(prompts)], at_once=True)
+        await decode.idle()
+    assert [answer.token_ids for answer in got] == expected
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram", "truncated"])
+async def test_an_end_of_sequence_token_is_ignored_or_put_off_as_asked(
+    target_pack: SchemePack, prompts: list[list[int]], drafting: dict[str, Any]
+) -> None:
+    likely_end = {"token_ids": prompts[3], "max_tokens": 12, "logit_bias": {EOS_ID: 100.0}}
+    async with services(target_pack("fp32"), **drafting) as decode:
+        plain = await decode.client.complete(**likely_end)
+        later = await decode.client.complete(**likely_end, min_tokens=5)
+        never = await decode.client.complete(**likely_end, ignore_eos=True)
+        await decode.idle()
+    assert (plain.token_ids, plain.finish_reason) == ((EOS_ID,), "stop")
+    assert EOS_ID not in later.token_ids[:5]
+    assert (len(later.token_ids), later.token_ids[-1], later.finish_reason) == (6, EOS_ID, "stop")
+    assert (never.token_ids, never.finish_reason) == ((EOS_ID,) * 12, "length")
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,17 @@ async def test_every_option_travels() -> None:
             temperature=0.5,
             top_k=3,
             top_p=0.25,
+            min_p=0.125,
+            repetition_penalty=1.5,
+            presence_penalty=-0.5,
+            frequency_penalty=0.75,
+            logit_bias={8: -100, 9: 2.5},
+            bad_token_ids=[3, 4],
             seed=2**64 - 1,
             stop="end",
             stop_token_ids=[9],
+            ignore_eos=True,
+            min_tokens=2,
             request_id="r2",
         )
         await client.complete(token_ids=[4, 5])
@@ -65,7 +73,13 @@ async def test_every_option_travels() -> None:
     assert (first.sampling.temperature, first.sampling.top_k, first.sampling.top_p) == (0.5, 3, 0.25)
     assert (first.sampling.seed, first.stopping.max_tokens) == (2**64 - 1, 5)
     assert (list(first.stopping.strings), list(first.stopping.token_ids), first.request_id) == (["end"], [9], "r2")
+    shaping = first.sampling
+    assert (shaping.min_p, shaping.repetition_penalty) == (0.125, 1.5)
+    assert (shaping.presence_penalty, shaping.frequency_penalty) == (-0.5, 0.75)
+    assert (dict(shaping.logit_bias), list(shaping.bad_token_ids)) == ({8: -100, 9: 2.5}, [3, 4])
+    assert (first.stopping.ignore_eos, first.stopping.min_tokens) == (True, 2)
     assert list(second.prompt.tokens.ids) == [4, 5]
+    assert not second.sampling.HasField("repetition_penalty")
     assert not second.sampling.HasField("seed")
     assert not second.stopping.HasField("max_tokens")
 

@@ -33,6 +33,11 @@ def test_prompts_messages_and_token_ids_are_read_with_their_options(tmp_path: Pa
     )
 
 
+def test_token_ids_that_name_fields_of_logit_bias_become_numbers(tmp_path: Path) -> None:
+    path = written(tmp_path, '{"id": "a", "prompt": "x", "logit_bias": {"0": -100, "319": 2.5}, "min_tokens": 2}')
+    assert read_jobs(path) == (Job("a", {"prompt": "x", "logit_bias": {0: -100, 319: 2.5}, "min_tokens": 2}),)
+
+
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
@@ -44,6 +49,8 @@ def test_prompts_messages_and_token_ids_are_read_with_their_options(tmp_path: Pa
         ('{"id": "b"}', "exactly one of prompt, messages and token_ids"),
         ('{"id": "b", "prompt": "x", "max_new_tokens": 3}', "unknown field 'max_new_tokens'"),
         ('{"id": "b", "prompt": "x", "temperature": NaN}', "temperature must be"),
+        ('{"id": "b", "prompt": "x", "logit_bias": {"x": 1}}', "logit_bias must be"),
+        ('{"id": "b", "prompt": "x", "logit_bias": {"01": 1}}', "logit_bias must be"),
         ('{"id": "a", "prompt": "x"}', "id 'a' is taken by line 1"),
         ('{"id": "%s", "prompt": "x"}' % ("b" * 129), "at most 128"),
     ],

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from decode_service.sampling import SamplingParams, choose_token
+from decode_service.choice import choose_next
+from decode_service.sampling import SamplingParams
+from decode_service.shaping import Shaping, shaped_logits
 from decode_service.speculation.acceptance import accept
 from tests.decode_service.chi_square import require_fit
 
@@ -19,6 +21,15 @@ VOCABULARY = 3
 STEPS = 3
 PROMPT: tuple[int, ...] = (1, 0)
 SEEDS = 1000
+SHAPING = Shaping(
+    repetition_penalty=1.4,
+    presence_penalty=0.5,
+    frequency_penalty=-0.75,
+    logit_bias=((2, 0.5),),
+    min_tokens=2,
+    end_token_ids=frozenset({0}),
+)
+"""Everything at once: the choice at a place depends on all tokens before it."""
 Draft = Callable[[tuple[int, ...], SamplingParams, int], list[int]]
 
 
@@ -38,16 +49,18 @@ class TinyModel:
         """The token after a whole sequence, prompt included."""
         if (tokens, params) not in self._chosen:
             logits = self._logits[tokens[len(PROMPT) :]]
-            self._chosen[tokens, params] = choose_token(logits, params, len(tokens))
+            self._chosen[tokens, params] = choose_next(logits, params, tokens, len(PROMPT))
         return self._chosen[tokens, params]
 
-    def probabilities(self, temperature: float) -> dict[tuple[int, ...], float]:
+    def probabilities(self, temperature: float, shaping: Shaping) -> dict[tuple[int, ...], float]:
         """Of every sequence of `STEPS` tokens, exactly."""
         result = {}
         for sequence in itertools.product(range(VOCABULARY), repeat=STEPS):
             probability = 1.0
             for step, token in enumerate(sequence):
-                weights = np.exp(self._logits[sequence[:step]].astype(np.float64) / temperature)
+                before = sequence[:step]
+                logits = shaped_logits(self._logits[before], shaping, PROMPT + before, len(PROMPT))
+                weights = np.exp(logits.astype(np.float64) / temperature)
                 probability *= weights[token] / weights.sum()
             result[sequence] = probability
         return result
@@ -117,16 +130,20 @@ def target_rows(tokens: tuple[int, ...], proposal: Sequence[int], params: Sampli
 @pytest.mark.parametrize("length", range(4))
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_for_every_seed_any_draft_gives_the_text_without_a_draft(draft: Draft, length: int, temperature: float) -> None:
+@pytest.mark.parametrize("shaping", [Shaping(), SHAPING], ids=["plain", "shaped"])
+def test_for_every_seed_any_draft_gives_the_text_without_a_draft(
+    draft: Draft, length: int, temperature: float, shaping: Shaping
+) -> None:
     for seed in range(SEEDS if temperature else 3):
-        params = SamplingParams(temperature=temperature, seed=seed)
+        params = SamplingParams(temperature=temperature, seed=seed, shaping=shaping)
         assert with_draft(draft, length, params)[0] == without_draft(params)
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_sequences_drawn_with_any_draft_have_the_models_exact_probabilities(draft: Draft) -> None:
-    draws = [with_draft(draft, 2, SamplingParams(temperature=0.8, seed=seed))[0] for seed in range(4000)]
-    require_fit(draws, TARGET.probabilities(0.8))
+@pytest.mark.parametrize("shaping", [Shaping(), SHAPING], ids=["plain", "shaped"])
+def test_sequences_drawn_with_any_draft_have_the_models_exact_probabilities(draft: Draft, shaping: Shaping) -> None:
+    drawn = [SamplingParams(temperature=0.8, seed=seed, shaping=shaping) for seed in range(4000)]
+    require_fit([with_draft(draft, 2, params)[0] for params in drawn], TARGET.probabilities(0.8, shaping))
 
 
 def test_every_possible_proposal_yields_the_common_beginning_and_one_token_of_the_target() -> None:
