@@ -45,6 +45,7 @@ RPC = ("grpc", "google", "grpc_health", "grpc_reflection", "grpc_status", "headr
 
 POLICY = (
     "shared.errors",
+    "shared.forecast",
     "shared.config",
     "shared.allocator",
     "shared.blocks",

@@ -11,6 +11,7 @@ import typer
 from headrace.cli.batch import batch
 from headrace.cli.generate import generate
 from headrace.cli.pack import pack_command
+from headrace.cli.plan import plan
 from headrace.cli.serve import serve
 from shared.errors import ConfigurationError, HeadraceError, InvalidRequestError
 
@@ -24,6 +25,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command("pack")(pack_command)
+app.command()(plan)
 app.command()(serve)
 app.command()(batch)
 app.command()(generate)
