@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
 
 from decode_service.choice import choose_next
+from decode_service.logprobs import token_logprobs
 from decode_service.scheduler import DecodeScheduler
 from decode_service.sequence import Sequence
 from decode_service.speculation.acceptance import accept
@@ -74,7 +76,8 @@ class DecodeEngine(Engine[Sequence]):
             if sequence.last_hidden is not None:
                 hidden = from_bytes(sequence.last_hidden, self._model.dtype)[None]
                 sequence.last_hidden = None
-                sequence.emit(self._extend(sequence, [self._choose(sequence, self._model.logits(hidden), [], 0)]))
+                logits = self._model.logits(hidden)
+                sequence.emit(self._extend(sequence, [self._choose(sequence, logits, [], 0)], logits))
 
     def _propose(self, living: list[Turn]) -> list[Turn]:
         drafting = [turn.sequence for turn in living if turn.drafts]
@@ -131,11 +134,15 @@ class DecodeEngine(Engine[Sequence]):
         self._controller.verified(sequence, len(turn.proposal), accepted)
         sequence.draft_tokens += len(turn.proposal)
         sequence.accepted_tokens += accepted
-        return accepted, self._extend(sequence, chosen) if chosen else None
+        return accepted, self._extend(sequence, chosen, logits) if chosen else None
 
-    def _extend(self, sequence: Sequence, chosen: list[int]) -> Emission:
+    def _extend(self, sequence: Sequence, chosen: list[int], logits: Tensor) -> Emission:
+        """Adds the tokens chosen from the first rows of logits, [rows, vocab_size], as far as the answer goes."""
         before = sequence.generated_tokens
         emission = sequence.append(chosen)
+        if sequence.top_logprobs is not None:
+            logprobs = token_logprobs(logits.numpy(), emission.token_ids, sequence.top_logprobs)
+            emission = replace(emission, logprobs=logprobs)
         self._telemetry.add(generated_tokens=sequence.generated_tokens - before)
         if not before:
             self._telemetry.record_first_token(sequence.first_token_s - sequence.arrived_s)

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Callable
 
+from decode_service.logprobs import MAX_TOP_LOGPROBS
 from decode_service.sampling import MAX_SEED, SamplingParams
 from decode_service.sequence import Sequence
 from decode_service.shaping import Shaping
@@ -60,6 +61,7 @@ class RequestReader:
             output=TextOutput(self._tokenizer, stop, end_ids),
             outlet=outlet,
             on_admitted=on_admitted,
+            top_logprobs=_top_logprobs(request),
         )
 
     def _prompt_tokens(self, prompt: decode_pb2.Prompt) -> list[int]:
@@ -115,3 +117,12 @@ class RequestReader:
             seed=message.seed if message.HasField("seed") else secrets.randbelow(MAX_SEED + 1),
             shaping=shaping,
         )
+
+
+def _top_logprobs(request: AnyRequest) -> int | None:
+    """How many alternatives to report with each token's log-probability; None reports neither."""
+    if request.top_logprobs > MAX_TOP_LOGPROBS:
+        raise InvalidRequestError(f"top_logprobs is {request.top_logprobs}; it must be from 0 to {MAX_TOP_LOGPROBS}")
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidRequestError(f"top_logprobs is {request.top_logprobs}, but logprobs is not set; set it too")
+    return request.top_logprobs if request.logprobs else None

@@ -30,6 +30,8 @@ class Sequence:
     """Where the answer goes."""
     on_admitted: Callable[[], None]
     """Called, from any thread, once the blocks are reserved."""
+    top_logprobs: int | None = None
+    """How many of the likeliest tokens to report with each token's log-probability; None reports neither."""
 
     blocks: list[int] = field(default_factory=list)
     """Block table; covers the prompt and all that may be generated."""

@@ -51,7 +51,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             async for emission in sequence.outlet:
                 finish = emission.finish
                 yield decode_pb2.GenerateResponse(
-                    chunk=decode_pb2.GenerationChunk(text=emission.text, token_ids=emission.token_ids)
+                    chunk=decode_pb2.GenerationChunk(
+                        text=emission.text, token_ids=emission.token_ids, logprobs=_logprobs(emission)
+                    )
                 )
             yield decode_pb2.GenerateResponse(result=self._result(sequence, outcome, finish))
 
@@ -64,6 +66,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 text="".join(emission.text for emission in emissions),
                 token_ids=[token for emission in emissions for token in emission.token_ids],
                 result=self._result(sequence, outcome, emissions[-1].finish),
+                logprobs=[logprobs for emission in emissions for logprobs in _logprobs(emission)],
             )
 
     @asynccontextmanager
@@ -123,3 +126,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 decode_ms=(sequence.last_token_s - sequence.first_token_s) * 1e3,
             ),
         )
+
+
+def _logprobs(emission: Emission) -> list[decode_pb2.TokenLogprobs]:
+    return [
+        decode_pb2.TokenLogprobs(
+            logprob=place.logprob,
+            top=[decode_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in place.top],
+        )
+        for place in emission.logprobs
+    ]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
     from headrace.local import LocalPlan, LocalServices
     from headrace.retry import RetryPolicy
-    from headrace.types import Chunk, Completion, Header, Result, ServerStatus, Timings, Usage
+    from headrace.types import Chunk, Completion, Header, Result, ServerStatus, Timings, TokenLogprobs, Usage
 
 _HOME = {
     "client": ("AsyncClient", "Client"),
@@ -48,7 +48,7 @@ _HOME = {
     ),
     "local": ("LocalPlan", "LocalServices"),
     "retry": ("RetryPolicy",),
-    "types": ("Chunk", "Completion", "Header", "Result", "ServerStatus", "Timings", "Usage"),
+    "types": ("Chunk", "Completion", "Header", "Result", "ServerStatus", "Timings", "TokenLogprobs", "Usage"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
@@ -77,6 +77,7 @@ __all__ = [
     "ServerError",
     "ServerStatus",
     "Timings",
+    "TokenLogprobs",
     "Unavailable",
     "Usage",
 ]

@@ -17,7 +17,8 @@ from typing import Any, BinaryIO
 from headrace.errors import InputError
 
 Answer = dict[str, Any]
-"""What one line of the output says: id, text, finish_reason, usage and timings, or id and error."""
+"""What one line of the output says: id, text, finish_reason, usage, timings, and logprobs where the job asks for them;
+or id and error."""
 
 
 class Answers:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from headrace.request import Request
-from headrace.types import Chunk, Completion, FinishReason, Header, Result, ServerStatus, Stage, Timings, Usage
+from headrace.types import (
+    Chunk,
+    Completion,
+    FinishReason,
+    Header,
+    Result,
+    ServerStatus,
+    Stage,
+    Timings,
+    TokenLogprobs,
+    Usage,
+)
 from headrace.v1 import decode_pb2, status_pb2
 
 
@@ -43,6 +54,8 @@ def _request_fields(request: Request) -> dict[str, Any]:
             min_tokens=request.min_tokens,
         ),
         "request_id": request.request_id,
+        "logprobs": request.logprobs,
+        "top_logprobs": request.top_logprobs,
     }
 
 
@@ -58,7 +71,14 @@ def _prompt(request: Request) -> decode_pb2.Prompt:
 
 def chunk(message: decode_pb2.GenerationChunk) -> Chunk:
     """New text and tokens."""
-    return Chunk(message.text, tuple(message.token_ids))
+    return Chunk(message.text, tuple(message.token_ids), _logprobs(message.logprobs))
+
+
+def _logprobs(messages: Iterable[decode_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(place.logprob, tuple((other.token_id, other.logprob) for other in place.top))
+        for place in messages
+    )
 
 
 def header(message: decode_pb2.GenerationHeader) -> Header:
@@ -111,6 +131,7 @@ def completion(message: decode_pb2.CompleteResponse) -> Completion:
         request_id=made_with.request_id,
         seed=made_with.seed,
         model_digest=made_with.model_digest,
+        logprobs=_logprobs(message.logprobs),
     )
 
 

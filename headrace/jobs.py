@@ -17,7 +17,7 @@ from headrace.job_input import Job
 from headrace.report import BatchReport, batch_report
 from headrace.retry import RetryPolicy
 from headrace.target import Target, replicas
-from headrace.types import ServerStatus
+from headrace.types import Chunk, ServerStatus
 
 CONCURRENCY_PER_REPLICA = 8
 SHIFT_S = 8 * 3600.0
@@ -129,9 +129,11 @@ async def _answer(job: Job, client: AsyncClient, progress: Progress, patience: R
 async def _stream(job: Job, client: AsyncClient, progress: Progress) -> Answer:
     """Streams, rather than completes, so that progress shows while long answers are on their way."""
     text: list[str] = []
+    logprobs: list[Answer] = []
     async with client.generate(**job.options, request_id=job.id) as generation:
         async for chunk in generation:
             text.append(chunk.text)
+            logprobs += _logprobs(chunk)
             progress.generated(len(chunk.token_ids))
     result = generation.result
     assert result is not None  # a stream without one raises
@@ -141,7 +143,19 @@ async def _stream(job: Job, client: AsyncClient, progress: Progress) -> Answer:
         "finish_reason": result.finish_reason,
         "usage": dataclasses.asdict(result.usage),
         "timings": {name: round(ms, 3) for name, ms in dataclasses.asdict(result.timings).items()},
+        **({"logprobs": logprobs} if job.options.get("logprobs") else {}),
     }
+
+
+def _logprobs(chunk: Chunk) -> list[Answer]:
+    return [
+        {
+            "token_id": token_id,
+            "logprob": round(place.logprob, 6),
+            "top": [[other, round(logprob, 6)] for other, logprob in place.top],
+        }
+        for token_id, place in zip(chunk.token_ids, chunk.logprobs, strict=False)
+    ]
 
 
 def _one_digest(services: Sequence[ServerStatus]) -> str:

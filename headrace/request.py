@@ -55,6 +55,10 @@ class RequestOptions(TypedDict, total=False):
     """Go on after the model's own end-of-sequence tokens."""
     min_tokens: int
     """Before the answer has so many tokens, those that would end it are not chosen; stop strings still end it."""
+    logprobs: bool
+    """Report the log-probability of each generated token."""
+    top_logprobs: int
+    """Report so many of the likeliest tokens at each place besides; 0 (default) to 20; needs `logprobs`."""
     request_id: str
     """Identifies the request in the services' logs; at most 128 characters."""
 
@@ -85,6 +89,8 @@ class Request:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
+    logprobs: bool = False
+    top_logprobs: int = 0
     request_id: str = ""
 
     def __post_init__(self) -> None:
@@ -96,6 +102,8 @@ class Request:
             value = getattr(self, name)
             if not holds(value):
                 raise InvalidRequest(f"{name} must be {rule}; found {_excerpt(value)}")
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest(f"top_logprobs is {self.top_logprobs}, but logprobs is not set; set it too")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -178,6 +186,8 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "stop_token_ids": (_is_token_ids, "a list of token ids (integers, 0 or more)"),
     "ignore_eos": (lambda value: isinstance(value, bool), "true or false"),
     "min_tokens": (lambda value: _is_integer(value, 0, _UINT32_END), "an integer, 0 or more"),
+    "logprobs": (lambda value: isinstance(value, bool), "true or false"),
+    "top_logprobs": (lambda value: _is_integer(value, 0, 21), "an integer from 0 to 20"),
     "request_id": (lambda value: _is_text(value) and len(value) <= 128, "text of at most 128 characters"),
 }
 

@@ -12,11 +12,23 @@ Stage = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """What the model thought at one place, before sampling options: natural logarithms of probabilities."""
+
+    logprob: float
+    """Of the token that was chosen."""
+    top: tuple[tuple[int, float], ...]
+    """(token id, log-probability) of the likeliest tokens, the best first; as many as `top_logprobs` asked for."""
+
+
+@dataclass(frozen=True)
 class Chunk:
     """New tokens and the text they complete. Text may lag behind tokens (split characters, undecided stop strings)."""
 
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of `token_ids` where the request asked for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +87,8 @@ class Completion:
     request_id: str
     seed: int
     model_digest: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of `token_ids` where the request asked for them."""
 
 
 @dataclass(frozen=True, kw_only=True)

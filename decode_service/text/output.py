@@ -6,6 +6,7 @@ import enum
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
+from decode_service.logprobs import TokenLogprobs
 from decode_service.text.detokenizer import IncrementalDetokenizer
 from decode_service.text.stopping import StopConditions, StopStringMatcher
 from decode_service.text.tokenizer import Tokenizer
@@ -30,6 +31,8 @@ class Emission:
     """New tokens of the answer, in order, including the one that ended it."""
     finish: FinishReason | None
     """Why the answer has ended; None while it goes on."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of `token_ids` where the request asked for them."""
 
 
 class TextOutput:

@@ -78,6 +78,8 @@ BAD: Mapping[str, tuple[dict[str, Any], str]] = {
         "stopping.min_tokens is 6; it must be from 0 to max_tokens, here 5",
     ),
     "min_tokens beyond the context": (stopping(min_tokens=2**32 - 1), "stopping.min_tokens is 4294967295"),
+    "top_logprobs 21": (fields(logprobs=True, top_logprobs=21), "top_logprobs is 21; it must be from 0 to 20"),
+    "top_logprobs alone": (fields(top_logprobs=2), "top_logprobs is 2, but logprobs is not set; set it too"),
     "17 stop strings": (stopping(strings=[str(n) for n in range(17)]), "stopping.strings has 17 entries; at most 16"),
     "empty stop string": (stopping(strings=["a", ""]), "stopping.strings[1] is empty"),
     "unknown stop ids": (stopping(token_ids=[3, 320, 400]), "stopping.token_ids has [320, 400]; ids must be from 0"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -29,9 +29,17 @@ def header(request: Any) -> Any:
     )
 
 
-def chunk(text: str, *token_ids: int) -> Any:
+def chunk(text: str, *token_ids: int, logprobs: Sequence[Any] = ()) -> Any:
     """An event with text."""
-    return decode_pb2.GenerateResponse(chunk=decode_pb2.GenerationChunk(text=text, token_ids=token_ids))
+    return decode_pb2.GenerateResponse(
+        chunk=decode_pb2.GenerationChunk(text=text, token_ids=token_ids, logprobs=logprobs)
+    )
+
+
+def two_logprobs(request: Any) -> list[Any]:
+    """Log-probabilities of two tokens, where the request asks for them."""
+    top = [decode_pb2.TopLogprob(token_id=9, logprob=-0.25)] * request.top_logprobs
+    return [decode_pb2.TokenLogprobs(logprob=-0.5, top=top)] * (2 if request.logprobs else 0)
 
 
 def result() -> Any:
@@ -50,8 +58,8 @@ async def echo(request: Any, context: Any) -> AsyncIterator[Any]:
     prompt = request.prompt
     text = prompt.text or "".join(message.content for message in prompt.chat.messages)
     yield header(request)
-    yield chunk(text[:2], 1, 2)
-    yield chunk(text[2:], 3, 4)
+    yield chunk(text[:2], 1, 2, logprobs=two_logprobs(request))
+    yield chunk(text[2:], 3, 4, logprobs=two_logprobs(request))
     yield result()
 
 
@@ -79,6 +87,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, status_pb2_grpc.StatusSe
             answer.header.MergeFrom(event.header)
             answer.text += event.chunk.text
             answer.token_ids.extend(event.chunk.token_ids)
+            answer.logprobs.extend(event.chunk.logprobs)
             answer.result.MergeFrom(event.result)
         return answer
 

@@ -19,6 +19,7 @@ from headrace import (
     ResourceExhausted,
     RetryPolicy,
     ServerError,
+    TokenLogprobs,
     Unavailable,
 )
 from tests.headrace.fake_decode import DIGEST, FakeDecode, chunk, echo, failing, hanging, header, served
@@ -43,6 +44,16 @@ async def test_complete_returns_the_whole_answer() -> None:
         answer = await client.complete("Water")
     assert (answer.text, answer.token_ids, answer.finish_reason) == ("Water", (1, 2, 3, 4), "stop")
     assert (answer.request_id, answer.model_digest, answer.timings.decode_ms) == ("made-up", DIGEST, 4.0)
+
+
+async def test_log_probabilities_come_with_their_tokens_where_they_were_asked_for() -> None:
+    place = TokenLogprobs(-0.5, ((9, -0.25),))
+    async with served(FakeDecode()) as address, AsyncClient(address) as client:
+        stream = client.generate("Water", logprobs=True, top_logprobs=1)
+        assert [chunk.logprobs async for chunk in stream] == [(place, place)] * 2
+        assert (await client.complete("Water", logprobs=True, top_logprobs=1)).logprobs == (place,) * 4
+        assert (await client.complete("Water", logprobs=True)).logprobs == (TokenLogprobs(-0.5, ()),) * 4
+        assert (await client.complete("Water")).logprobs == ()
 
 
 async def test_every_option_travels() -> None:

@@ -60,6 +60,15 @@ async def test_every_job_is_answered_in_order_with_counts_and_times(tmp_path: Pa
     assert (report.done, report.failed, report.kept) == (20, 0, 0)
 
 
+async def test_log_probabilities_are_written_where_a_job_asks_for_them(tmp_path: Path) -> None:
+    out, asking = tmp_path / "out.jsonl", {"prompt": "Water", "logprobs": True, "top_logprobs": 1}
+    async with served(FakeDecode()) as address:
+        await run_batch((Job("a", asking), JOBS[0]), out, target=address, progress=Seen())
+    with_them, without = read(out)
+    assert with_them["logprobs"] == [{"token_id": n, "logprob": -0.5, "top": [[9, -0.25]]} for n in (1, 2, 3, 4)]
+    assert "logprobs" not in without
+
+
 async def test_the_report_sums_requests_and_what_the_run_added_to_the_services_totals(tmp_path: Path) -> None:
     async with served(FakeDecode()) as address:
         report = await run_batch(JOBS, tmp_path / "out.jsonl", target=address, progress=Seen(), shift_s=3600)

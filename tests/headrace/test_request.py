@@ -46,6 +46,12 @@ from headrace.request import Request
         ({"prompt": "a", "bad_token_ids": range(1025)}, "bad_token_ids must be"),
         ({"prompt": "a", "ignore_eos": 1}, "ignore_eos must be true or false; found 1"),
         ({"prompt": "a", "min_tokens": -1}, "min_tokens must be an integer, 0 or more"),
+        ({"prompt": "a", "logprobs": 5}, "logprobs must be true or false; found 5"),
+        (
+            {"prompt": "a", "logprobs": True, "top_logprobs": 21},
+            "top_logprobs must be an integer from 0 to 20; found 21",
+        ),
+        ({"prompt": "a", "top_logprobs": 2}, "top_logprobs is 2, but logprobs is not set"),
         ({"prompt": "a", "seed": 2**64}, "seed must be"),
         ({"prompt": "a", "stop": ""}, "stop must be"),
         ({"prompt": "a", "stop": ["x"] * 17}, "stop must be"),
