@@ -17,28 +17,34 @@ TOP_K = 4
 TOKENS = 3
 """The first comes with the prompt; the others may come from drafts."""
 DRAWS = 600
+REPETITION_PENALTY = 1.25
 
 Answer = tuple[int, ...]
 
 
-@pytest.mark.parametrize("draft", ["none", "ngram", "truncated"])
+@pytest.mark.parametrize(
+    ("draft", "repetition_penalty"),
+    [("none", 1.0), ("ngram", 1.0), ("truncated", 1.0), ("truncated", REPETITION_PENALTY)],
+)
 async def test_draws_through_the_services_fit_the_exact_probabilities_of_whole_answers(
     endless_checkpoint: Path,
     endless_pack: Path,
     truncated_pack: SchemePack,
     draft: str,
+    repetition_penalty: float,
 ) -> None:
     prompt = prompt_with_lookups(endless_checkpoint)
     drafting: dict[str, Any] = (
         {"draft": "model", "draft_pack": truncated_pack("fp32")} if draft == "truncated" else {"draft": draft}
     )
     request = {"token_ids": prompt, "max_tokens": TOKENS, "temperature": 1.0, "top_k": TOP_K}
+    request |= {"repetition_penalty": repetition_penalty}
     async with services(endless_pack, **drafting) as decode:
         got = await answers(decode.client, [request | {"seed": seed} for seed in range(DRAWS)], at_once=True)
         await decode.idle()
         proposed = decode.telemetry.totals.draft_tokens
     assert (proposed > 0) == (draft != "none")
-    require_fit([answer.token_ids for answer in got], probabilities(endless_checkpoint, prompt))
+    require_fit([answer.token_ids for answer in got], probabilities(endless_checkpoint, prompt, repetition_penalty))
 
 
 def prompt_with_lookups(folder: Path) -> list[int]:
@@ -58,13 +64,17 @@ def next_logits(folder: Path, tokens: list[int]) -> torch.Tensor:
     return logits
 
 
-def probabilities(folder: Path, prompt: list[int]) -> dict[Answer, float]:
-    """Of every answer that top-k allows."""
+def probabilities(folder: Path, prompt: list[int], repetition_penalty: float) -> dict[Answer, float]:
+    """Of every answer that top-k allows, penalized by transformers."""
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    penalize: Any = RepetitionPenaltyLogitsProcessor(penalty=repetition_penalty)
     known: dict[Answer, float] = {(): 1.0}
     for _ in range(TOKENS):
         longer: dict[Answer, float] = {}
         for answer, probability in known.items():
-            kept = next_logits(folder, [*prompt, *answer]).topk(TOP_K)
+            tokens = [*prompt, *answer]
+            kept = penalize(torch.tensor([tokens]), next_logits(folder, tokens)[None])[0].topk(TOP_K)
             for token, share in zip(kept.indices.tolist(), kept.values.softmax(0).tolist(), strict=True):
                 longer[(*answer, token)] = probability * share
         known = longer
