@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from headrace.errors import LocalServiceError
+from headrace.errors import InputError, LocalServiceError
 
 LogSink = Callable[[str, str], None]
 """Takes a service's name and one line it logged."""
 
 _TAIL_LINES = 20
+CONFIGURATION_EXIT = 2
+"""Exit code of a service whose settings cannot work; its last line says why."""
 _GUARD = Path(__file__).with_name("_guard.py")
 
 
@@ -86,6 +88,7 @@ class Child:
         """Waits for the service's ready line, until that time of the monotonic clock.
 
         Raises:
+            InputError: it says that its settings cannot work.
             LocalServiceError: it ended first, or was not ready in time; the message has the last lines it logged.
         """
         try:
@@ -94,6 +97,8 @@ class Child:
             raise LocalServiceError(self.told(f"{self.name} was not ready in time")) from None
         if ready is None:
             self._exited.wait()
+            if self.exit_code == CONFIGURATION_EXIT and self._tail and self._tail[-1].startswith("error: "):
+                raise InputError(f"{self.name}: {self._tail[-1].removeprefix('error: ')}")
             raise LocalServiceError(self.told(f"{self.name} ended before it was ready, exit code {self.exit_code}"))
         return ready
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+from headrace.errors import InvalidRequest
 from headrace.request import Request
 from headrace.types import (
     Chunk,
@@ -20,15 +21,28 @@ from headrace.types import (
 )
 from headrace.v1 import decode_pb2, status_pb2
 
+MOST_REQUEST_BYTES = 4 << 20
+"""What a service takes in one message; far more text than any context holds."""
+
+AnyRequest = TypeVar("AnyRequest", decode_pb2.GenerateRequest, decode_pb2.CompleteRequest)
+
 
 def generate_request(request: Request) -> decode_pb2.GenerateRequest:
-    """The message of the streaming call."""
-    return decode_pb2.GenerateRequest(**_request_fields(request))
+    """The message of the streaming call. Raises InvalidRequest when it is too large to travel."""
+    return _fitting(decode_pb2.GenerateRequest(**_request_fields(request)))
 
 
 def complete_request(request: Request) -> decode_pb2.CompleteRequest:
-    """The message of the unary call."""
-    return decode_pb2.CompleteRequest(**_request_fields(request))
+    """The message of the unary call. Raises InvalidRequest when it is too large to travel."""
+    return _fitting(decode_pb2.CompleteRequest(**_request_fields(request)))
+
+
+def _fitting(message: AnyRequest) -> AnyRequest:
+    if message.ByteSize() > MOST_REQUEST_BYTES:
+        raise InvalidRequest(
+            f"the request has {message.ByteSize():,} bytes, at most {MOST_REQUEST_BYTES:,} travel; shorten the prompt"
+        )
+    return message
 
 
 def _request_fields(request: Request) -> dict[str, Any]:

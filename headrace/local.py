@@ -87,6 +87,7 @@ class LocalServices:
         self._plan = plan
         self._log = log
         self._ended: queue.SimpleQueue[Child] = queue.SimpleQueue()
+        self._lost: list[str] = []
         self._prefills: list[Child] = []
         self._decodes: list[Child] = []
         self.prefills: tuple[Ready, ...] = ()
@@ -124,17 +125,30 @@ class LocalServices:
             self._kill()
             raise
 
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """Says of each service that has ended by itself how; the others of its stage do its work."""
+        return tuple(self._lost)
+
     def wait(self) -> NoReturn:
-        """Blocks for as long as all services run.
+        """Blocks for as long as each stage has a service that runs.
 
         Raises:
-            LocalServiceError: one ended by itself; the message has the last lines it logged.
+            LocalServiceError: the last one of a stage ended by itself; the message has the last lines it logged.
         """
-        child = self._ended.get()
-        raise LocalServiceError(child.told(f"{child.name} ended by itself, exit code {child.exit_code}"))
+        while True:
+            child = self._ended.get()
+            stage = self._decodes if child in self._decodes else self._prefills
+            what = child.told(f"{child.name} ended by itself, exit code {child.exit_code}")
+            if all(other.exit_code is not None for other in stage):
+                raise LocalServiceError(what)
+            if self._log is not None:
+                self._log(child.name, what)
 
     def stop(self) -> None:
         """Drains and stops all services, decode before prefill, on which it leans; kills what outlives its grace time.
+
+        A service that ended earlier by itself is no error where others of its stage went on; see `lost`.
 
         Raises:
             LocalServiceError: one did not end with exit code 0 in time. None runs any more in that case too.
@@ -142,6 +156,10 @@ class LocalServices:
         faults: list[str] = []
         try:
             for stage in (self._decodes, self._prefills):
+                gone = [child for child in stage if child.exit_code is not None]
+                if len(gone) < len(stage):
+                    self._lost += [f"{child.name} ended by itself, exit code {child.exit_code}" for child in gone]
+                    stage = [child for child in stage if child not in gone]
                 faults += _stop_stage(stage, self._plan.grace_s)
         finally:
             self._kill()

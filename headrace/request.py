@@ -156,7 +156,10 @@ def _is_stop(value: Any) -> bool:
 
 
 _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "prompt": (lambda value: value is None or (_is_text(value) and value != ""), "text that is not empty"),
+    "prompt": (
+        lambda value: value is None or (_is_text(value) and value != ""),
+        "text that is not empty, in valid Unicode",
+    ),
     "messages": (
         lambda value: value is None or (_is_list(value, _is_message) and len(value) > 0),
         'a list of {"role": text, "content": text}, not empty',

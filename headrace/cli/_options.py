@@ -70,6 +70,9 @@ def running(plan: LocalPlan, logs: bool) -> Iterator[LocalServices]:
             yield services
         finally:
             messages.print(f"stopping {names} …")
+            stack.close()
+            for what in services.lost:
+                messages.print(f"warning: {what}; the others did its work", style="yellow", markup=False)
 
 
 def show_log(service: str, line: str) -> None:

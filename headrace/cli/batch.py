@@ -51,6 +51,10 @@ def batch(
     """
     with options.told_errors("interrupted; what is answered is kept: run the same command again to continue"):
         timeout_s, shift_s = parse_duration(timeout), parse_duration(shift)
+        if not (timeout_s and shift_s):
+            raise InputError("--timeout and --shift must be longer than nothing, as in 30m or 8h")
+        if out_file.exists() and in_file.exists() and in_file.samefile(out_file):
+            raise InputError(f"{out_file} is the file of requests; give the answers another name")
         jobs = read_jobs(in_file)
         plan = _plan(target, pack, memory, prefills, decodes, draft, draft_pack, draft_length)
         with _services(target, plan, logs) as (decodes_target, addresses):

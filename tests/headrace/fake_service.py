@@ -27,6 +27,9 @@ def main() -> None:
     stops = {signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, stops)
     print(f"{stage} is loading", file=sys.stderr, flush=True)
+    if mode == "refuse":
+        print("error: the budget is too small", file=sys.stderr)
+        sys.exit(2)
     if mode == "fail":
         sys.exit("no such layer file")
     if mode != "silent":

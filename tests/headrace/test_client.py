@@ -56,6 +56,14 @@ async def test_log_probabilities_come_with_their_tokens_where_they_were_asked_fo
         assert (await client.complete("Water")).logprobs == ()
 
 
+async def test_a_request_too_large_to_travel_is_refused_before_it_is_sent() -> None:
+    fake = FakeDecode()
+    async with served(fake) as address, AsyncClient(address) as client:
+        with pytest.raises(InvalidRequest, match=r"5,000,0\d\d bytes, at most 4,194,304"):
+            await client.complete("x" * 5_000_000)
+    assert fake.requests == []
+
+
 async def test_every_option_travels() -> None:
     fake = FakeDecode()
     async with served(fake) as address, AsyncClient(address) as client:

@@ -54,6 +54,15 @@ async def test_batch_answers_a_file_prints_a_table_and_writes_it_as_json(jobs: P
     assert json.loads(report.read_text())["generated_tokens"] == 48
 
 
+async def test_a_batch_never_writes_over_its_own_requests(jobs: Path, tmp_path: Path) -> None:
+    other_name = tmp_path / "link.jsonl"
+    other_name.symlink_to(jobs)
+    for out in (jobs, other_name):
+        code, _, stderr = await run("batch", str(jobs), str(out), "--target", "127.0.0.1:1")
+        assert (code, ids(jobs)) == (2, [f"j{n}" for n in range(12)])
+        assert "is the file of requests" in stderr.replace("\n", " ")
+
+
 async def test_batch_exits_with_1_when_a_line_failed(jobs: Path, tmp_path: Path) -> None:
     async with served(FakeDecode(failing(grpc.StatusCode.DATA_LOSS))) as address:
         code, _, stderr = await run("batch", str(jobs), str(tmp_path / "out.jsonl"), "--target", address)
@@ -70,6 +79,7 @@ async def test_batch_exits_with_1_when_a_line_failed(jobs: Path, tmp_path: Path)
         (("--pack", "absent", "--memory", "1GiB"), "absent is no pack"),
         (("--pack", ".", "--memory", "1GiB", "--draft", "self"), "needs a draft pack"),
         (("--target", "localhost"), "has no port"),
+        (("--target", "127.0.0.1:1", "--shift", "0h"), "longer than nothing"),
         (("--target", "127.0.0.1:1", "--concurrency", "0"), "--concurrency"),
     ],
 )
@@ -136,5 +146,5 @@ async def test_generate_shows_a_chunk_before_the_answer_ends_and_ctrl_c_cancels_
 
 async def test_serve_tells_why_a_service_did_not_start(tmp_path: Path) -> None:
     code, _, stderr = await run("serve", "--pack", str(tmp_path), "--memory", "1GiB")
-    assert code == 1
+    assert code == 2
     assert "prefill-0 ended before it was ready" in stderr

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import LocalServiceError
+from headrace.errors import InputError, LocalServiceError
 from headrace.local import LocalPlan, LocalServices
 
 FAKE_SERVICE = Path(__file__).with_name("fake_service.py")
@@ -139,6 +139,23 @@ def test_waiting_ends_when_a_service_ends_by_itself(journal: Path) -> None:
         services.wait()
     with pytest.raises(LocalServiceError, match="decode-0 ended with exit code 1"):
         services.stop()
+
+
+def test_settings_that_cannot_work_are_told_in_the_services_own_words(journal: Path) -> None:
+    services = LocalServices(plan(journal, "refuse"))
+    with pytest.raises(InputError, match=r"^prefill-0: the budget is too small$"):
+        services.start()
+
+
+def test_one_of_two_services_that_ends_by_itself_is_told_and_leaves_the_rest_running(journal: Path) -> None:
+    services = LocalServices(plan(journal, prefills=2))
+    services.start()
+    os.kill(services.pids[1], signal.SIGKILL)
+    while is_alive(services.pids[1]):
+        pass
+    assert all(map(is_alive, (services.pids[0], services.pids[2])))
+    services.stop()
+    assert services.lost == ("prefill-1 ended by itself, exit code -9",)
 
 
 def test_log_lines_are_passed_on_with_the_services_name(journal: Path) -> None:

@@ -15,7 +15,7 @@ from headrace.request import Request
     [
         ({}, "none of them"),
         ({"prompt": "a", "token_ids": [1]}, "prompt and token_ids"),
-        ({"prompt": ""}, "prompt must be text that is not empty; found text of 0"),
+        ({"prompt": ""}, "prompt must be text that is not empty, in valid Unicode; found text of 0"),
         ({"prompt": "\ud800"}, "prompt must be text"),
         ({"prompt": 3}, "prompt must be text"),
         ({"messages": []}, "messages must be"),
