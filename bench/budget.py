@@ -18,9 +18,8 @@ import random
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,21 @@ GROUPS = {
 }
 LENGTHS = (5, 40, 130, 300, 800, 1500)
 ANSWER_TOKENS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """Which services to start, and how much to ask of them."""
+
+    pack: Path
+    memory: str | None = None
+    """Budget of each process; None: the smallest that it accepts."""
+    draft: str = "ngram"
+    draft_pack: Path | None = None
+    context_length: int = 1024
+    requests: int = 24
+    capped: bool = True
+    """In control groups, which only root can make."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +87,9 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    peaks = measure(arguments)
+    options = vars(arguments)
+    report_file = options.pop("json")
+    peaks = measure(Trial(**options))
     table = Table("stage", "scheme", "draft", "budget MiB", "peak RSS", "charged", "resident", "holds")
     for peak in peaks:
         charged = "-" if peak.peak_charged_bytes is None else f"{peak.peak_charged_bytes / MEBIBYTE:,.0f}"
@@ -81,35 +97,35 @@ def main() -> int:
         resident = f"{peak.resident_layers} of {peak.layers}"
         table.add_row(peak.stage, peak.scheme, peak.draft, *sizes, charged, resident, "yes" if peak.holds else "NO")
     Console(width=120).print(table)
-    if arguments.json:
+    if report_file:
         report = {"machine": asdict(this_machine()), "pack": arguments.pack.name, "peaks": [asdict(p) for p in peaks]}
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+        report_file.write_text(json.dumps(report, indent=2) + "\n")
     return 0 if all(peak.holds for peak in peaks) else 1
 
 
-def measure(arguments: argparse.Namespace) -> list[Peak]:
-    """Starts both services, loads them, and reads their peaks."""
-    common = [str(arguments.pack), "--context-length", str(arguments.context_length)]
-    drafting = ["--draft", arguments.draft]
-    drafting += ["--draft-pack", str(arguments.draft_pack)] if arguments.draft_pack else []
-    evict(arguments.pack)
-    with running("prefill_service", common, arguments.memory) as prefill:
+def measure(trial: Trial) -> list[Peak]:
+    """Starts both services, loads them, and reads their peaks: of prefill, and of decode."""
+    common = [str(trial.pack), "--context-length", str(trial.context_length)]
+    drafting = ["--draft", trial.draft, *(["--draft-pack", str(trial.draft_pack)] if trial.draft_pack else [])]
+    evict(trial.pack)
+    with ExitStack() as stack:
+        prefill = stack.enter_context(running("prefill_service", common, trial))
         decode_options = [*common, *drafting, "--prefill", prefill.address]
-        with running("decode_service", decode_options, arguments.memory) as decode:
-            asyncio.run(load(decode.address, arguments.context_length, arguments.requests))
-            found = statuses([prefill.address, decode.address])
-            charged = [service.group.peak_bytes if service.group else None for service in (prefill, decode)]
+        decode = stack.enter_context(running("decode_service", decode_options, trial))
+        asyncio.run(load(decode.address, trial.context_length, trial.requests))
+        found = statuses([prefill.address, decode.address])
+        charged = [service.group.peak_bytes if service.group else None for service in (prefill, decode)]
     return [
         Peak(
             stage=status.stage,
             scheme=status.scheme,
-            draft=arguments.draft if status.stage == "decode" else "",
+            draft=trial.draft if status.stage == "decode" else "",
             budget_bytes=status.budget_bytes,
             peak_rss_bytes=status.peak_rss_bytes,
             peak_charged_bytes=peak_bytes,
             resident_layers=status.resident_layers,
             layers=status.layers,
-            requests=arguments.requests,
+            requests=trial.requests,
         )
         for status, peak_bytes in zip(found, charged, strict=True)
     ]
@@ -149,28 +165,27 @@ class Running:
 
 
 @contextmanager
-def running(module: str, options: Sequence[str], memory: str | None) -> Iterator[Running]:
+def running(module: str, options: Sequence[str], trial: Trial) -> Iterator[Running]:
     """A service process in a group of its own, whose limit is its budget."""
     command = [sys.executable, "-m", module, *options]
-    budget_bytes = parse_bytes(memory) if memory else smallest_budget_bytes(command)
-    with group(f"headrace-{module}-{os.getpid()}", budget_bytes) as own:
+    budget_bytes = parse_bytes(trial.memory) if trial.memory else smallest_budget_bytes(command)
+    name = f"headrace-{module}-{os.getpid()}"
+    with group(name, budget_bytes) if trial.capped else nullcontext() as own:
         enter = None if own is None else (lambda: (own.folder / "cgroup.procs").write_text(str(os.getpid())))
-        process = subprocess.Popen(
+        with subprocess.Popen(
             [*command, "--memory", str(budget_bytes), "--log-level", "warning", "--exit-with-parent"],
             stdout=subprocess.PIPE,
             text=True,
             preexec_fn=enter,
-        )
-        assert process.stdout is not None
-        try:
-            ready = process.stdout.readline()
-            if not ready:
-                raise SystemExit(f"{module} did not start within {budget_bytes / MEBIBYTE:,.0f} MiB")
-            threading.Thread(target=process.stdout.read, daemon=True).start()
-            yield Running(json.loads(ready)["address"], own)
-        finally:
-            process.terminate()
-            process.wait()
+        ) as process:
+            assert process.stdout is not None
+            try:
+                ready = process.stdout.readline()  # the only line that a service prints
+                if not ready:
+                    raise SystemExit(f"{module} did not start within {budget_bytes / MEBIBYTE:,.0f} MiB")
+                yield Running(json.loads(ready)["address"], own)
+            finally:
+                process.terminate()
 
 
 @contextmanager

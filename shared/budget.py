@@ -11,7 +11,7 @@ from shared.metrics import rss_bytes
 from shared.quant.schemes import Scheme
 from shared.streaming.plan import MemoryPlan, mebibytes
 
-RUNTIME_GROWTH_BYTES = 48 << 20
+RUNTIME_GROWTH_BYTES = 32 << 20
 """What the runtime still takes after start: thread stacks, gRPC's buffers, calls that wait (`docs/memory.md`)."""
 
 

@@ -70,7 +70,7 @@ def _sequences(found: Prospect) -> Table | None:
 
 def _forecasts(found: Prospect, outlook: Outlook) -> Table:
     unit = "prompt tokens/s" if outlook.speculation is None else "tokens/s"
-    table = _table("Forecast", "batch", "pass s", "read s", "compute s", "draft s", unit, "limit", "bound by")
+    table = _table("Forecast, seconds", "batch", "pass", "read", "compute", "draft", unit, "limit", "bound by")
     for forecast in found.forecasts:
         table.add_row(*_forecast(forecast))
     return table

@@ -9,6 +9,8 @@ from shared.errors import BudgetError
 FEWEST_SLOTS = 2
 MOST_SLOTS = 4
 """Reading ahead by more than this gains nothing that a resident layer would not gain as well."""
+START_VARIATION_BYTES = 4 << 20
+"""A runtime takes a little more or less at each start (measured: 1 MiB)."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,8 @@ class Demand:
 
     @property
     def smallest_budget_bytes(self) -> int:
-        """The same in whole mebibytes."""
-        return -(-self.least_bytes >> 20) << 20
+        """What works at any start, in whole mebibytes."""
+        return -(-(self.least_bytes + START_VARIATION_BYTES) >> 20) << 20
 
 
 @dataclass(frozen=True)

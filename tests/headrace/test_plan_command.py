@@ -1,0 +1,74 @@
+"""`headrace plan`: the table and the forecast of any stage, and a refusal that names what works."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from headrace.cli import app
+from shared.errors import BudgetError, ConfigurationError
+from tests.conftest import TinyPack
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def plan(pack: Path, *options: str) -> Result:
+    return CliRunner().invoke(app, ["plan", str(pack), *options])
+
+
+def test_it_shows_where_the_memory_goes_what_fits_and_how_fast_it_goes(tiny_pack: TinyPack) -> None:
+    result = plan(tiny_pack("bf16"), "--memory", "2GiB")
+    assert result.exit_code == 0, result.output
+    rows = ("runtime", "outer weights", "resident layers (4 of 4)", "slots (0)", "KV blocks", "workspace")
+    rows += ("streamed from disk", "tokens each", "Forecast, seconds", "bound by", "Measured: disk", "chance of 0.8")
+    assert [row for row in rows if row not in result.output] == []
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode", "colocated"])
+def test_as_json_it_has_the_same_for_every_stage(tiny_pack: TinyPack, stage: str) -> None:
+    result = plan(tiny_pack("bf16"), "--memory", "2GiB", "--stage", stage, "--draft", "none", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert sum(part["bytes"] for part in found["parts"]) == found["planned_bytes"] <= found["budget_bytes"] == 2 << 30
+    assert found["resident_layers"] == [0, 1, 2, 3]
+    assert all(forecast["tokens_per_s"] > 0 for forecast in found["forecasts"])
+    fit = [entry["fit"] for entry in found["sequences"]]
+    assert fit == sorted(fit, reverse=True)
+    assert bool(fit) == (stage != "prefill")
+    assert found["draft_length"] == (None if stage == "prefill" else 0)
+
+
+def test_drafts_cost_memory_and_time_and_yield_what_acceptance_says(tiny_pack: TinyPack) -> None:
+    options = ("--memory", "2GiB", "--draft-length", "3", "--acceptance", "0.5", "--json")
+    copy = ("--draft", "self", "--draft-pack", str(tiny_pack("int8")))
+    found = json.loads(plan(tiny_pack("bf16"), *options, *copy).stdout)
+    assert next(part["bytes"] for part in found["parts"] if part["name"] == "draft") > 0
+    assert [forecast["tokens"] for forecast in found["forecasts"]] == [1.875 * batch for batch in (1, 8, 32)]
+    assert all(forecast["draft_s"] > 0 for forecast in found["forecasts"])
+
+
+def test_too_small_a_budget_is_refused_with_the_smallest_that_works(tiny_pack: TinyPack) -> None:
+    refused = plan(tiny_pack("bf16"), "--memory", "1MiB")
+    assert isinstance(refused.exception, BudgetError)
+    smallest = re.search(r"the smallest that works is (\d+) MiB", str(refused.exception))
+    assert smallest
+    assert plan(tiny_pack("bf16"), "--memory", f"{smallest[1]}MiB").exit_code == 0
+    less = plan(tiny_pack("bf16"), "--memory", f"{int(smallest[1]) - 6}MiB")
+    assert isinstance(less.exception, BudgetError)
+
+
+def test_what_the_service_refuses_the_plan_refuses(tiny_pack: TinyPack, tmp_path: Path) -> None:
+    for options in (["--draft", "self"], ["--draft", "self", "--draft-pack", str(tiny_pack("fp32", layers=2))]):
+        refused = plan(tiny_pack("fp32"), "--memory", "2GiB", *options)
+        assert isinstance(refused.exception, ConfigurationError)
+    assert isinstance(plan(tmp_path, "--memory", "2GiB").exception, ConfigurationError)

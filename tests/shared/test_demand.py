@@ -1,0 +1,59 @@
+"""What the stages need: each part of a setting has its price."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shared.demand import DecodeSettings, PrefillSettings, decode_demand, prefill_demand, sampling_bytes
+from shared.draft_pack import DraftPack
+from shared.limits import NOISE_VECTORS
+from shared.pack.reader import Pack
+from tests.conftest import TinyPack
+
+RUNTIME = 1000
+DECODE = DecodeSettings(context_length=512, batch=4, draft_length=None, receives=True, prompt_tokens=0)
+
+
+@pytest.fixture
+def pack(tiny_pack: TinyPack) -> Pack:
+    return Pack.open(tiny_pack("bf16"))
+
+
+def test_prefill_needs_no_kv_blocks_and_room_for_the_longest_prompt(pack: Pack) -> None:
+    short = PrefillSettings(context_length=64, pass_tokens=128, spool_bytes=500)
+    demand = prefill_demand(pack, short, RUNTIME)
+    assert (demand.runtime_bytes, demand.transfer_bytes, demand.kv_block_bytes) == (RUNTIME, 500, 0)
+    longer = prefill_demand(pack, replace(short, context_length=512), RUNTIME)
+    assert longer.workspace_bytes > demand.workspace_bytes
+
+
+def test_decode_pays_for_handoffs_or_for_prompts_of_its_own(pack: Pack) -> None:
+    receiving = decode_demand(pack, None, DECODE, RUNTIME)
+    computing = decode_demand(pack, None, replace(DECODE, receives=False, prompt_tokens=256), RUNTIME)
+    assert receiving.transfer_bytes > computing.transfer_bytes == 0
+    assert computing.workspace_bytes > receiving.workspace_bytes
+
+
+def test_blocks_suffice_for_the_whole_batch_and_no_more(pack: Pack) -> None:
+    demand = decode_demand(pack, None, DECODE, RUNTIME)
+    assert demand.most_kv_blocks == 4 * 512 // 16
+    assert demand.fewest_kv_blocks == 512 // 16
+
+
+def test_a_copy_of_the_target_adds_weights_and_a_stranger_adds_keys_and_values_too(
+    pack: Pack, tiny_pack: TinyPack
+) -> None:
+    plain = decode_demand(pack, None, DECODE, RUNTIME)
+    copy = decode_demand(pack, DraftPack.open("self", tiny_pack("int8"), pack), DECODE, RUNTIME)
+    stranger = decode_demand(pack, DraftPack.open("model", tiny_pack("bf16", seed=1), pack), DECODE, RUNTIME)
+    assert plain.draft_bytes == 0 < copy.draft_bytes < stranger.draft_bytes
+    assert plain.kv_block_bytes == copy.kv_block_bytes < stranger.kv_block_bytes
+
+
+def test_the_noise_that_sampling_keeps_is_paid_for(pack: Pack) -> None:
+    from decode_service.sampling import gumbel_noise
+
+    noise = gumbel_noise(1, 1, pack.spec.vocab_size)
+    assert sampling_bytes(pack.spec) >= NOISE_VECTORS * noise.nbytes
