@@ -13,9 +13,9 @@ from prefill_service.scheduler import PromptScheduler
 from prefill_service.servicer import PrefillServicer
 from shared.budget import log_plan, measured_runtime_bytes
 from shared.config import parse_bytes
-from shared.demand import PrefillSettings, prefill_demand
+from shared.demand import PrefillSettings, prefill_demand, spool_bytes
 from shared.kv.layout import layout_of
-from shared.limits import PREFILL_PASS_TOKENS, SPOOL
+from shared.limits import PREFILL_PASS_TOKENS
 from shared.metrics import Gauges, Identity, Telemetry
 from shared.model.model import Model
 from shared.options import positive, run_service, server_options, service_parser
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = service_parser("prefill_service", "Turns prompts into KV caches; keeps nothing beyond the call.")
     add = parser.add_argument
     add("--pass-tokens", type=positive, default=PREFILL_PASS_TOKENS, metavar="N", help=PASS_TOKENS_HELP)
-    add("--spool", default=SPOOL, metavar="SIZE", help="KV that may wait for slow callers (%(default)s)")
+    add("--spool", metavar="SIZE", help="KV that may wait for slow callers (64MiB, or a layer of the longest prompt)")
     return run_service(parser, serve, argv)
 
 
@@ -41,10 +41,11 @@ async def serve(arguments: argparse.Namespace) -> None:
     """Plans memory, loads the model, and serves until told to stop."""
     torch.set_num_threads(arguments.threads)
     pack = Pack.open(arguments.pack)
+    context_length = min(arguments.context_length or pack.spec.context_length, pack.spec.context_length)
     settings = PrefillSettings(
-        context_length=min(arguments.context_length or pack.spec.context_length, pack.spec.context_length),
+        context_length=context_length,
         pass_tokens=arguments.pass_tokens,
-        spool_bytes=parse_bytes(arguments.spool),
+        spool_bytes=spool_bytes(pack, context_length, parse_bytes(arguments.spool) if arguments.spool else None),
     )
     runtime_bytes = measured_runtime_bytes([pack.scheme])
     if arguments.show_runtime:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shared.draft_pack import DraftPack
+from shared.errors import ConfigurationError
 from shared.kv.handoff import FRAME_BYTES
 from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues
-from shared.limits import CATCH_UP_TOKENS, FEWEST_KV_TOKENS, NOISE_VECTORS, most_scored_rows
+from shared.limits import CATCH_UP_TOKENS, FEWEST_KV_TOKENS, LEAST_SPOOL_BYTES, NOISE_VECTORS, most_scored_rows
 from shared.model.spec import ModelSpec
 from shared.model.workspace import WIDE, logits_workspace_bytes, pass_workspace_bytes
 from shared.pack.reader import Pack
@@ -47,6 +48,23 @@ class DecodeSettings:
     def scored_rows(self) -> int:
         """Most rows of a pass whose logits are needed."""
         return most_scored_rows(self.batch, self.draft_length)
+
+
+def spool_bytes(pack: Pack, context_length: int, asked_bytes: int | None = None) -> int:
+    """What may wait for slow callers: what was asked for, or enough for one layer of the longest prompt.
+
+    Raises:
+        ConfigurationError: less was asked for; the longest prompts could never be answered.
+    """
+    layer_bytes = 2 * pack.spec.kv_size * pack.scheme.compute_dtype.itemsize * context_length
+    if asked_bytes is None:
+        return max(LEAST_SPOOL_BYTES, layer_bytes)
+    if asked_bytes < layer_bytes:
+        raise ConfigurationError(
+            f"a spool of {asked_bytes:,} bytes cannot hold one layer of a prompt of {context_length} tokens; give at "
+            f"least --spool {layer_bytes}, or a smaller --context-length"
+        )
+    return asked_bytes
 
 
 def prefill_demand(pack: Pack, settings: PrefillSettings, runtime_bytes: int) -> Demand:

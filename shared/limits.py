@@ -6,8 +6,8 @@ PREFILL_PASS_TOKENS = 2048
 """Prompt tokens of a prefill pass, by default; a longer prompt has a pass of its own."""
 LOCAL_PASS_TOKENS = 512
 """Prompt tokens that join a decode pass where prompts are computed there, by default."""
-SPOOL = "64MiB"
-"""KV that may wait for slow callers, by default."""
+LEAST_SPOOL_BYTES = 64 << 20
+"""KV that may wait for slow callers, by default; more where a layer of the longest prompt is more."""
 DECODE_BATCH = 16
 """Sequences that share a decode pass, by default."""
 LONGEST_DRAFT = 16

@@ -14,7 +14,7 @@ import typer
 from headrace.cli import _options as options
 from shared.config import parse_bytes
 from shared.errors import ConfigurationError, HeadraceError
-from shared.limits import DECODE_BATCH, LOCAL_PASS_TOKENS, PREFILL_PASS_TOKENS, SPOOL
+from shared.limits import DECODE_BATCH, LOCAL_PASS_TOKENS, PREFILL_PASS_TOKENS
 
 if TYPE_CHECKING:
     from shared.calibration import Calibration
@@ -86,13 +86,13 @@ def _demand(
     context_length: int | None,
     recalibrate: bool,
 ) -> Demand:
-    from shared.demand import DecodeSettings, PrefillSettings, decode_demand, prefill_demand
+    from shared.demand import DecodeSettings, PrefillSettings, decode_demand, prefill_demand, spool_bytes
 
     context = min(context_length or pack.spec.context_length, pack.spec.context_length)
     runtime_bytes = _runtime_bytes(stage, pack, drafting, draft, recalibrate)
     if stage == "prefill":
-        spool_bytes = parse_bytes(SPOOL)
-        prefill = PrefillSettings(context_length=context, pass_tokens=PREFILL_PASS_TOKENS, spool_bytes=spool_bytes)
+        spool = spool_bytes(pack, context)
+        prefill = PrefillSettings(context_length=context, pass_tokens=PREFILL_PASS_TOKENS, spool_bytes=spool)
         return prefill_demand(pack, prefill, runtime_bytes)
     colocated = stage == "colocated"
     decode = DecodeSettings(

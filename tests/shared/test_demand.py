@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from shared.demand import DecodeSettings, PrefillSettings, decode_demand, prefill_demand, sampling_bytes
+from shared.demand import DecodeSettings, PrefillSettings, decode_demand, prefill_demand, sampling_bytes, spool_bytes
 from shared.draft_pack import DraftPack
+from shared.errors import ConfigurationError
 from shared.limits import NOISE_VECTORS
 from shared.pack.reader import Pack
 from tests.conftest import TinyPack
@@ -57,3 +58,12 @@ def test_the_noise_that_sampling_keeps_is_paid_for(pack: Pack) -> None:
 
     noise = gumbel_noise(1, 1, pack.spec.vocab_size)
     assert sampling_bytes(pack.spec) >= NOISE_VECTORS * noise.nbytes
+
+
+def test_the_spool_holds_a_layer_of_the_longest_prompt_or_is_refused(pack: Pack) -> None:
+    layer_bytes = 2 * pack.spec.kv_size * 2 * 1_000_000
+    assert spool_bytes(pack, 512) == 64 << 20
+    assert spool_bytes(pack, 1_000_000) == layer_bytes > 64 << 20
+    assert spool_bytes(pack, 512, 1 << 20) == 1 << 20
+    with pytest.raises(ConfigurationError, match=f"--spool {layer_bytes}"):
+        spool_bytes(pack, 1_000_000, layer_bytes - 1)
