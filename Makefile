@@ -5,7 +5,7 @@ SCHEME ?= int8
 # none, ngram or self
 DRAFT ?= ngram
 # Budget of each service process
-MEMORY ?= 600MiB
+MEMORY ?= 800MiB
 PREFILLS ?= 1
 DECODES ?= 1
 REPORTS ?= examples/reports.jsonl
