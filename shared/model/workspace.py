@@ -14,8 +14,10 @@ from shared.quant.schemes import Scheme
 
 WIDE = 4
 """Bytes of float32, in which norms, attention scores and rescaled integer products are computed."""
-UNEVENNESS = 1.25
-"""A heap of buffers of many sizes has gaps; glibc's was never seen to need more (`docs/memory.md`)."""
+GAPS = 1.6
+"""A heap of buffers that come and go in many sizes has gaps: what it takes ÷ what is alive (`docs/memory.md`)."""
+MOST_KEPT_GAPS_BYTES = 16 << 20
+"""Buffers that stay for a layer have fewer gaps between them, and large ones none: they are mapped one by one."""
 
 
 def pass_workspace_bytes(spec: ModelSpec, scheme: Scheme, tokens: int, longest: int) -> int:
@@ -44,7 +46,7 @@ def pass_workspace_bytes(spec: ModelSpec, scheme: Scheme, tokens: int, longest: 
     mask = pairs * (spec.heads // spec.kv_heads + 1) * (1 + narrow) + 4 * queries * spec.query_size * narrow
     # capped scores of all heads: as computed, wide, and their softmax
     scores = pairs * spec.heads * (2 * WIDE + 2 * narrow) if spec.attention_soft_cap else 0
-    return int(UNEVENNESS * (kept + max(rotation, chunk, mask + scores)))
+    return kept + min(kept // 4, MOST_KEPT_GAPS_BYTES) + int(GAPS * max(rotation, chunk, mask + scores))
 
 
 def logits_workspace_bytes(spec: ModelSpec, dtype: torch.dtype, rows: int) -> int:
@@ -55,8 +57,8 @@ def logits_workspace_bytes(spec: ModelSpec, dtype: torch.dtype, rows: int) -> in
 def _product_bytes(scheme: Scheme, rows: int, columns: int, out: int) -> int:
     """What a product takes besides its input: results in the compute dtype, wider sums, a dequantized matrix."""
     results = 2 * rows * out * scheme.compute_dtype.itemsize
-    if scheme.name == "int8":  # two codes a row, each with sums as int32 and as float32
-        return results + rows * (4 * out * WIDE + columns * (2 * WIDE + 2))
+    if scheme.name == "int8":  # two codes a row, each with sums as int32 and as float32, and the sum of both
+        return results + rows * (5 * out * WIDE + columns * (2 * WIDE + 2))
     if scheme.name in ("nf4", "fp4"):
         return results + out * columns * scheme.compute_dtype.itemsize
     return results
