@@ -4,8 +4,8 @@
 SCHEME ?= int8
 # none, ngram or self
 DRAFT ?= ngram
-# Budget of each service process
-MEMORY ?= 800MiB
+# Budget of each service process: as it comes, one that not all layers fit, so that some are streamed.
+MEMORY ?= $(if $(filter int8-ngram,$(SCHEME)-$(DRAFT)),600MiB,800MiB)
 PREFILLS ?= 1
 DECODES ?= 1
 REPORTS ?= examples/reports.jsonl
