@@ -8,16 +8,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("token_ids", "model_digest", "kv_layout", "request_id")
+    __slots__ = ("token_ids", "model_digest", "kv_layout", "request_id", "held_tokens", "priority", "cache_salt")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     KV_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     model_digest: str
     kv_layout: _kv_cache_pb2.KvLayout
     request_id: str
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., model_digest: _Optional[str] = ..., kv_layout: _Optional[_Union[_kv_cache_pb2.KvLayout, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    held_tokens: int
+    priority: int
+    cache_salt: str
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., model_digest: _Optional[str] = ..., kv_layout: _Optional[_Union[_kv_cache_pb2.KvLayout, _Mapping]] = ..., request_id: _Optional[str] = ..., held_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
     __slots__ = ("header", "frame", "result")
@@ -42,17 +48,19 @@ class PrefillHeader(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model_digest: _Optional[str] = ..., kv_layout: _Optional[_Union[_kv_cache_pb2.KvLayout, _Mapping]] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillResult(_message.Message):
-    __slots__ = ("last_hidden", "frame_count", "queue_ms", "compute_ms", "batch_prompts", "batch_tokens")
+    __slots__ = ("last_hidden", "frame_count", "queue_ms", "compute_ms", "batch_prompts", "batch_tokens", "cached_tokens")
     LAST_HIDDEN_FIELD_NUMBER: _ClassVar[int]
     FRAME_COUNT_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
     BATCH_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     last_hidden: bytes
     frame_count: int
     queue_ms: float
     compute_ms: float
     batch_prompts: int
     batch_tokens: int
-    def __init__(self, last_hidden: _Optional[bytes] = ..., frame_count: _Optional[int] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., batch_prompts: _Optional[int] = ..., batch_tokens: _Optional[int] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, last_hidden: _Optional[bytes] = ..., frame_count: _Optional[int] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., batch_prompts: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
