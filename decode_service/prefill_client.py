@@ -84,6 +84,10 @@ class PrefillClient:
         token_ids: list[int],
         store: Callable[[int, int, bytes, bytes], None],
         timeout_s: float | None,
+        *,
+        priority: int = 0,
+        held_tokens: int = 0,
+        cache_salt: str = "",
     ) -> PrefillOutcome:
         """Computes a prompt and stores its keys and values as they arrive.
 
@@ -93,6 +97,9 @@ class PrefillClient:
         Args:
             store: called as store(layer, first_token, keys, values).
             timeout_s: what is left of the client's deadline.
+            priority: -100 to 100; prompts of a higher one are computed first.
+            held_tokens: leading tokens whose keys and values are here already; only what follows them is stored.
+            cache_salt: replicas reuse keys and values only between prompts of the same salt.
 
         Raises:
             InvalidRequestError, ModelMismatchError, CapacityError, DataLossError: as prefill says.
@@ -103,6 +110,9 @@ class PrefillClient:
             model_digest=self._model_digest,
             kv_layout=layout_to_wire(self._layout),
             request_id=request_id,
+            priority=priority,
+            held_tokens=held_tokens,
+            cache_salt=cache_salt,
         )
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         failure: HeadraceError = UnavailableError("no prefill replica is configured")
@@ -128,7 +138,7 @@ class PrefillClient:
         store: Callable[[int, int, bytes, bytes], None],
         timeout_s: float | None,
     ) -> PrefillOutcome:
-        receiver = HandoffReceiver(self._layout, len(request.token_ids), store)
+        receiver = HandoffReceiver(self._layout, len(request.token_ids), store, request.held_tokens)
         call = prefill_pb2_grpc.PrefillServiceStub(replica.channel).Prefill(request, timeout=timeout_s)
         replica.calls += 1
         try:

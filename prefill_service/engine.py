@@ -82,7 +82,8 @@ class PrefillEngine(Engine[PromptJob]):
         """Hands one layer's KV to the caller's stream."""
         if job.cancelled:
             return
-        for frame in frames_of_layer(self._layout, layer, job.frame_count, to_bytes(keys), to_bytes(values)):
+        new_keys, new_values = (to_bytes(part[job.held_tokens :]) for part in (keys, values))
+        for frame in frames_of_layer(self._layout, layer, job.frame_count, new_keys, new_values, job.held_tokens):
             job.outlet.put(frame, frame.size_bytes)
             job.frame_count += 1
         self._unsent = [other for other in self._unsent if other.outlet.pending and other is not job] + [job]

@@ -24,6 +24,11 @@ class PromptJob:
     cancelled: bool = False
     """Set by the RPC when nobody waits any more; seen at the next layer."""
     frame_count: int = 0
+    priority: int = 0
+    held_tokens: int = 0
+    """Leading tokens whose keys and values the caller has: they are not sent."""
+    cache_salt: str = ""
+    """Keys and values are reused only between prompts of the same salt."""
 
 
 class PromptScheduler:

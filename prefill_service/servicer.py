@@ -12,6 +12,10 @@ from shared.kv.handoff import Frame, KvLayout, PrefillOutcome, prompt_tokens_err
 from shared.outlet import Outlet
 from shared.wire import frame_to_wire, layout_from_wire, layout_to_wire, outcome_to_wire
 
+LONGEST_NAME = 128
+"""Characters of a request's id and of its salt."""
+MOST_PRIORITY = 100
+
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Validates a prompt, hands it to the scheduler, and streams what the engine makes of it."""
@@ -31,7 +35,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         """See `protos/headrace/v1/prefill.proto`."""
         self._validate(request)
         outlet: Outlet[Frame | PrefillOutcome] = Outlet()
-        job = PromptJob(request.request_id, list(request.token_ids), outlet)
+        job = PromptJob(
+            request.request_id,
+            list(request.token_ids),
+            outlet,
+            priority=request.priority,
+            held_tokens=request.held_tokens,
+            cache_salt=request.cache_salt,
+        )
         self._scheduler.submit(job)
         try:
             yield self._header(request)
@@ -49,8 +60,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._layout.require(layout_from_wire(request.kv_layout), "the caller")
         if error := prompt_tokens_error(request.token_ids, self._vocab_size, self._context_length):
             raise InvalidRequestError(error)
-        if len(request.request_id) > 128:
-            raise InvalidRequestError(f"request_id has {len(request.request_id)} characters; at most 128 are allowed")
+        for name in ("request_id", "cache_salt"):
+            if (length := len(getattr(request, name))) > LONGEST_NAME:
+                raise InvalidRequestError(f"{name} has {length} characters; at most {LONGEST_NAME} are allowed")
+        if abs(request.priority) > MOST_PRIORITY:
+            raise InvalidRequestError(f"priority is {request.priority}; it must be from -100 to 100")
+        if request.held_tokens >= len(request.token_ids):
+            raise InvalidRequestError(
+                f"held_tokens is {request.held_tokens}, but the prompt has {len(request.token_ids)} tokens, of which "
+                "the last is always computed; hold fewer"
+            )
 
     def _header(self, request: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillResponse:
         return prefill_pb2.PrefillResponse(

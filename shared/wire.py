@@ -65,6 +65,7 @@ def outcome_to_wire(outcome: PrefillOutcome) -> prefill_pb2.PrefillResponse:
             compute_ms=outcome.compute_ms,
             batch_prompts=outcome.batch_prompts,
             batch_tokens=outcome.batch_tokens,
+            cached_tokens=outcome.cached_tokens,
         )
     )
 
@@ -77,4 +78,5 @@ def outcome_from_wire(message: prefill_pb2.PrefillResult) -> PrefillOutcome:
         message.compute_ms,
         message.batch_prompts,
         message.batch_tokens,
+        message.cached_tokens,
     )

@@ -67,21 +67,28 @@ class PrefillOutcome:
     compute_ms: float
     batch_prompts: int
     batch_tokens: int
+    cached_tokens: int = 0
+    """Leading prompt tokens that were not computed again: their KV was in the replica's prefix cache."""
 
 
-def frames_of_layer(layout: KvLayout, layer: int, first_number: int, keys: bytes, values: bytes) -> Iterator[Frame]:
-    """Cuts one layer's keys and values of a whole prompt into frames.
+def frames_of_layer(
+    layout: KvLayout, layer: int, first_number: int, keys: bytes, values: bytes, first_token: int = 0
+) -> Iterator[Frame]:
+    """Cuts one layer's keys and values of a prompt into frames.
 
     Args:
         first_number: sequence number of the first frame.
-        keys, values: all tokens of the prompt, as the layout says.
+        keys, values: all tokens of the prompt from `first_token` on, as the layout says.
+        first_token: tokens before it are not sent; the receiver has them.
     """
     total = len(keys) // layout.token_bytes
     step = tokens_per_frame(layout)
     for number, first in enumerate(range(0, total, step), first_number):
         count = min(step, total - first)
         part = slice(first * layout.token_bytes, (first + count) * layout.token_bytes)
-        yield Frame(number, layer, first, count, keys[part], values[part], checksum(keys[part], values[part]))
+        yield Frame(
+            number, layer, first_token + first, count, keys[part], values[part], checksum(keys[part], values[part])
+        )
 
 
 def tokens_per_frame(layout: KvLayout) -> int:
@@ -97,17 +104,21 @@ def checksum(keys: bytes, values: bytes) -> int:
 class HandoffReceiver:
     """Checks the frames of one prompt as they arrive and stores them. Used by one stream at a time."""
 
-    def __init__(self, layout: KvLayout, tokens: int, store: Callable[[int, int, bytes, bytes], None]) -> None:
-        """Prepares to receive `tokens` tokens.
+    def __init__(
+        self, layout: KvLayout, tokens: int, store: Callable[[int, int, bytes, bytes], None], held_tokens: int = 0
+    ) -> None:
+        """Prepares to receive a prompt of `tokens` tokens.
 
         Args:
             store: called as store(layer, first_token, keys, values) for every good frame.
+            held_tokens: leading tokens that are here already; every layer begins behind them.
         """
         self._layout = layout
         self._tokens = tokens
         self._store = store
-        self._frames = 0
-        self._layer = self._next_token = 0
+        self._held_tokens = held_tokens
+        self._frames = self._layer = 0
+        self._next_token = held_tokens
 
     def accept(self, frame: Frame) -> None:
         """Stores a frame.
@@ -131,7 +142,7 @@ class HandoffReceiver:
         self._frames += 1
         self._next_token = last_token
         if last_token == self._tokens:
-            self._layer, self._next_token = self._layer + 1, 0
+            self._layer, self._next_token = self._layer + 1, self._held_tokens
 
     def finish(self, outcome: PrefillOutcome, hidden_size: int) -> None:
         """Confirms that everything has arrived.

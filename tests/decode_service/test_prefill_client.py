@@ -55,16 +55,16 @@ async def client_of(path: Path, *addresses: str) -> AsyncIterator[PrefillClient]
         await client.close()
 
 
-async def prefilled(client: PrefillClient, prompt: list[int] = PROMPT) -> tuple[PrefillOutcome, Stored]:
+async def prefilled(client: PrefillClient, prompt: list[int] = PROMPT, **options: Any) -> tuple[PrefillOutcome, Stored]:
     """The outcome, and what was stored since the last beginning."""
     stored: Stored = []
 
     def store(*frame: Any) -> None:
-        if frame[:2] == (0, 0):
+        if frame[:2] == (0, options.get("held_tokens", 0)):
             stored.clear()
         stored.append(frame)
 
-    return await client.prefill("r1", prompt, store, timeout_s=60), stored
+    return await client.prefill("r1", prompt, store, timeout_s=60, **options), stored
 
 
 async def dead_address(path: Path) -> str:
@@ -126,6 +126,14 @@ async def test_a_prompt_is_stored_layer_by_layer(pack: Path) -> None:
         (layer, 0, size, size) for layer in range(4)
     ]
     assert outcome.frame_count == 4
+
+
+async def test_tokens_whose_keys_and_values_are_held_are_not_sent_and_the_rest_is_the_same(pack: Path) -> None:
+    async with prefill_replica(pack) as replica, client_of(pack, replica.address) as client:
+        (whole, everything), (rest, part) = [await prefilled(client, held_tokens=held) for held in (0, 2)]
+    held_bytes = 2 * layout_of(Pack.open(pack)).token_bytes
+    assert part == [(layer, 2, keys[held_bytes:], values[held_bytes:]) for layer, _, keys, values in everything]
+    assert rest.last_hidden == whole.last_hidden
 
 
 async def test_replicas_that_are_down_are_passed_over(pack: Path) -> None:
