@@ -34,16 +34,12 @@ class PrefillEngine(Engine[PromptJob]):
         self._telemetry = telemetry
         self._spool_bytes = spool_bytes
         self._unsent: list[PromptJob] = []
-        self.running = 0
-        """Prompts in the current pass."""
 
     def _next_batch(self, timeout_s: float | None) -> list[PromptJob] | None:
-        batch = self._scheduler.next_batch(timeout_s)
-        self.running = len(batch or ())
-        return batch
+        return self._scheduler.next_batch(timeout_s)
 
     def _let_go(self, batch: list[PromptJob]) -> None:
-        self.running = 0
+        self._scheduler.pass_done(batch)
 
     def _fail(self, batch: list[PromptJob], error: Exception) -> None:
         for job in batch:
@@ -67,7 +63,7 @@ class PrefillEngine(Engine[PromptJob]):
             elapsed_s,
             requests=prompts,
             streamed_bytes=self._model.streamed_bytes - streamed_before,
-            prompt_tokens=tokens,
+            prompt_tokens=sum(len(job.token_ids) for job in jobs if not job.cancelled),
         )
         for job, hidden in zip(jobs, current.last_hidden if jobs else (), strict=True):
             if job.cancelled:
@@ -100,9 +96,8 @@ class PrefillEngine(Engine[PromptJob]):
             )
             self._unsent.remove(slowest)
 
-    @staticmethod
-    def _drop_cancelled(jobs: list[PromptJob], current: Pass) -> list[PromptJob]:
-        kept = [index for index, job in enumerate(jobs) if not job.cancelled]
+    def _drop_cancelled(self, jobs: list[PromptJob], current: Pass) -> list[PromptJob]:
+        kept = self._scheduler.still_wanted(jobs)
         if kept and len(kept) < len(jobs):
             current.keep(kept)
         return [jobs[index] for index in kept]

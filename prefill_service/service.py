@@ -68,7 +68,8 @@ async def serve(arguments: argparse.Namespace) -> None:
         ),
         Gauges(
             queued=lambda: scheduler.queued,
-            running=lambda: engine.running,
+            running=lambda: scheduler.running,
+            queued_tokens=lambda: scheduler.queued_tokens,
             resident_layers=lambda: len(plan.residency.resident),
         ),
     )

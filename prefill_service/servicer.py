@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -42,6 +43,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             priority=request.priority,
             held_tokens=request.held_tokens,
             cache_salt=request.cache_salt,
+            deadline_s=None if (left_s := context.time_remaining()) is None else time.monotonic() + left_s,
         )
         self._scheduler.submit(job)
         try:

@@ -46,9 +46,13 @@ class Gauges:
     """Requests waiting for work."""
     running: Callable[[], int] = _zero
     """Requests being worked on."""
+    queued_tokens: Callable[[], int] = _zero
+    """Prompt tokens that wait or are being computed."""
     resident_layers: Callable[[], int] = _zero
     kv_blocks_used: Callable[[], int] = _zero
     kv_blocks: Callable[[], int] = _zero
+    kv_blocks_cached: Callable[[], int] = _zero
+    """Blocks kept for prompts to come, given up when memory is needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,8 @@ class Totals:
     generated_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +83,11 @@ class StatusSnapshot(Totals):
     budget_bytes: int
     queued: int
     running: int
+    queued_tokens: int
     resident_layers: int
     kv_blocks_used: int
     kv_blocks: int
+    kv_blocks_cached: int
     peak_rss_bytes: int
 
 
@@ -182,8 +190,10 @@ class Telemetry(Collector):
         return {
             "queued_requests": self._gauges.queued(),
             "running_requests": self._gauges.running(),
+            "queued_tokens": self._gauges.queued_tokens(),
             "kv_blocks_used": self._gauges.kv_blocks_used(),
             "kv_blocks": self._gauges.kv_blocks(),
+            "kv_blocks_cached": self._gauges.kv_blocks_cached(),
             "resident_layers": self._gauges.resident_layers(),
             "layers": identity.layers,
             "context_tokens": identity.context_length,
@@ -256,10 +266,14 @@ _HELP = {
     "generated_tokens": "Tokens generated.",
     "draft_tokens": "Draft tokens proposed.",
     "accepted_tokens": "Draft tokens that the target chose itself.",
+    "cached_tokens": "Prompt tokens whose KV was found in the prefix cache.",
+    "preemptions": "Sequences that gave their blocks up and were computed again.",
     "queued_requests": "Requests waiting for work.",
     "running_requests": "Requests being worked on.",
+    "queued_tokens": "Prompt tokens that wait or are being computed.",
     "kv_blocks_used": "KV blocks in use.",
     "kv_blocks": "KV blocks in all.",
+    "kv_blocks_cached": "KV blocks kept for prompts to come.",
     "resident_layers": "Layers kept in memory.",
     "layers": "Layers of the model.",
     "context_tokens": "Longest sequence in tokens.",

@@ -57,6 +57,7 @@ POLICY = (
     "decode_service.speculation.acceptance",
     "decode_service.speculation.ngram",
     "decode_service.text",
+    "prefill_service.gathering",
     "prefill_service.scheduler",
 )
 """Plain Python: decisions without tensors or messages."""

@@ -117,7 +117,12 @@ async def prefill_replica(
     """
     pack = Pack.open(path)
     scheduler = PromptScheduler(pass_tokens, queue_limit)
-    telemetry = _telemetry("prefill", pack, Gauges(queued=lambda: scheduler.queued, running=lambda: engine.running))
+    gauges = Gauges(
+        queued=lambda: scheduler.queued,
+        running=lambda: scheduler.running,
+        queued_tokens=lambda: scheduler.queued_tokens,
+    )
+    telemetry = _telemetry("prefill", pack, gauges)
     engine = PrefillEngine(Model(pack, residency(pack)), layout_of(pack), scheduler, telemetry, spool_bytes)
     servicer = PrefillServicer(
         scheduler,

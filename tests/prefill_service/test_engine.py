@@ -105,6 +105,16 @@ async def test_a_cancelled_prompt_leaves_at_the_next_layer_and_its_neighbours_do
         assert sent[-1].last_hidden == outcome.last_hidden
 
 
+async def test_prompts_that_left_do_not_count_as_computed(pack: Path) -> None:
+    def cancel(_: object) -> None:
+        leaving.cancelled = True
+
+    staying, leaving = job_of(20), job_of(50, WatchedOutlet(cancel))
+    async with engine_for(pack, staying, leaving) as telemetry:
+        await received(staying)
+    assert (telemetry.totals.prompt_tokens, telemetry.totals.batched_requests) == (20, 2)
+
+
 async def test_a_pass_that_nobody_waits_for_any_more_ends_at_the_next_layer(pack: Path) -> None:
     def cancel(_: object) -> None:
         job.cancelled = True

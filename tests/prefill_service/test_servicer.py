@@ -145,7 +145,7 @@ async def test_a_stalled_caller_is_told_so_and_its_neighbour_is_served(tiny_pack
             await everything_of(stalled)
         assert failed.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "a caller that reads too slowly" in str(failed.value.details())
-        await until(lambda: prefill.engine.running == 0)
+        await until(lambda: prefill.scheduler.running == 0)
 
 
 async def test_a_full_queue_is_answered_as_such(pack: Path) -> None:
