@@ -9,6 +9,7 @@ activations) are measured beside them, to show why the schemes are what they are
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import tempfile
@@ -20,21 +21,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from bench.prompts import REPORTS_FILE
 from decode_service.text.tokenizer import Tokenizer
-from shared.kv.prompt import PromptKeyValues
-from shared.model.batch import TokenBatch
-from shared.model.model import Model
 from shared.pack.reader import Pack
 from shared.pack.sources import open_source
 from shared.pack.sources.embedded import embedded_model
 from shared.pack.sources.source import Source
 from shared.pack.writer import write_pack
+from shared.perplexity import Predictions, predictions, streamed_model
 from shared.quant.products import integer_product
 from shared.quant.schemes import Scheme, scheme_named
-from shared.streaming.plan import Residency
 
 Product = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 
@@ -101,22 +98,17 @@ def variants() -> list[Variant]:
 def measure(source: Source, wanted: list[Variant]) -> Iterator[Quality]:
     """Runs every variant over the same text; the first is the reference."""
     tokens = text_tokens(source)
-    targets = torch.cat([torch.tensor(sequence[1:]) for sequence in tokens])
-    reference_choice = torch.empty(0)
-    reference_perplexity = 0.0
+    reference: Predictions | None = None
     for variant in wanted:
-        logits = next_token_logits(source, variant, tokens)
-        perplexity = float(cross_entropy(logits, targets).exp())
-        choice = logits.argmax(dim=-1)
-        if not reference_perplexity:
-            reference_choice, reference_perplexity = choice, perplexity
-        agrees = choice == reference_choice
+        found = variant_predictions(source, variant, tokens)
+        reference = reference or found
+        agrees = found.choices == reference.choices
         yield Quality(
             variant.name,
             variant.bits,
-            perplexity,
-            perplexity / reference_perplexity,
-            float(agrees.float().mean()),
+            found.perplexity,
+            found.perplexity / reference.perplexity,
+            found.agreement(reference),
             float(agrees.sum() / (~agrees).sum().clamp(min=1)),
         )
 
@@ -128,9 +120,8 @@ def text_tokens(source: Source) -> list[list[int]]:
     return [tokenizer.encode(line["messages"][-1]["content"]) for line in lines]
 
 
-@torch.inference_mode()
-def next_token_logits(source: Source, variant: Variant, tokens: list[list[int]]) -> Tensor:
-    """Packs the variant, runs the text through it, and returns float32 [positions, vocab_size]."""
+def variant_predictions(source: Source, variant: Variant, tokens: list[list[int]]) -> Predictions:
+    """Packs the variant and runs the text through it."""
     if variant.round_trip:
         source = _rounded(source, variant.round_trip)
     with tempfile.TemporaryDirectory() as folder:
@@ -138,11 +129,8 @@ def next_token_logits(source: Source, variant: Variant, tokens: list[list[int]])
         pack = Pack.open(Path(folder) / "pack")
         if variant.product:
             pack = dataclasses.replace(pack, scheme=_with_product(pack.scheme, variant.product))
-        model = Model(pack, Residency(frozenset(range(pack.spec.layers)), slots=0))
-        batch = TokenBatch.of((sequence, 0) for sequence in tokens)
-        logits = model.logits(model.forward(batch, PromptKeyValues(batch.segments)))
-        model.close()
-    return torch.cat([logits[segment.rows][:-1] for segment in batch.segments])
+        with contextlib.closing(streamed_model(pack)) as model:
+            return predictions(model, tokens)
 
 
 def four_bit(kind: str, *, double: bool) -> Callable[[Tensor], Tensor]:

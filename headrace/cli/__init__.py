@@ -10,6 +10,7 @@ import typer
 
 from headrace.cli.batch import batch
 from headrace.cli.generate import generate
+from headrace.cli.inspect import inspect
 from headrace.cli.pack import pack_command
 from headrace.cli.plan import plan
 from headrace.cli.serve import serve
@@ -25,6 +26,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command("pack")(pack_command)
+app.command()(inspect)
 app.command()(plan)
 app.command()(serve)
 app.command()(batch)
