@@ -18,7 +18,7 @@ from decode_service.speculation.draft import Draft
 from decode_service.text.output import Emission
 from decode_service.turn import Turn, turns
 from shared.engine import Engine
-from shared.kv.paged import PagedKeyValues
+from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues
 from shared.metrics import Telemetry
 from shared.model.batch import TokenBatch
 from shared.model.model import Model
@@ -65,13 +65,13 @@ class DecodeEngine(Engine[Sequence]):
 
     def _run_batch(self, batch: list[Sequence]) -> None:
         """Draft, verify, accept."""
-        self._choose_first_tokens(batch)
+        self._choose_handed_off(batch)
         living = turns((sequence for sequence in batch if not sequence.ended), self._prompt_tokens)
         if living:
             self._run_pass(self._propose(living))
 
-    def _choose_first_tokens(self, batch: list[Sequence]) -> None:
-        """After a handoff the first token needs no pass: its features came with the prompt."""
+    def _choose_handed_off(self, batch: list[Sequence]) -> None:
+        """After a handoff the next token needs no pass: its features came with the keys and values."""
         for sequence in batch:
             if sequence.last_hidden is not None:
                 hidden = from_bytes(sequence.last_hidden, self._model.dtype)[None]
@@ -82,8 +82,8 @@ class DecodeEngine(Engine[Sequence]):
     def _propose(self, living: list[Turn]) -> list[Turn]:
         drafting = [turn.sequence for turn in living if turn.drafts]
         length = self._controller.length(drafting)
-        # A pass adds one token more than the draft proposes, and the reserved blocks end at max_tokens.
-        limits = [min(length, sequence.remaining_tokens - 1) for sequence in drafting]
+        # A pass adds one token more than the draft proposes, and neither may go beyond max_tokens or the blocks.
+        limits = [min(length, sequence.remaining_tokens - 1, _room(sequence)) for sequence in drafting]
         started_s = time.monotonic()
         proposals = dict(zip(drafting, self._draft.propose(drafting, limits), strict=True))
         self._controller.drafted(len(drafting), max(limits, default=0), time.monotonic() - started_s)
@@ -154,3 +154,8 @@ class DecodeEngine(Engine[Sequence]):
         return choose_next(
             logits[row].numpy(), sequence.sampling, sequence.tokens, sequence.prompt_tokens, proposal[:row]
         )
+
+
+def _room(sequence: Sequence) -> int:
+    """Tokens that its blocks hold beyond those that there are."""
+    return len(sequence.blocks) * BLOCK_TOKENS - len(sequence.tokens)

@@ -1,4 +1,4 @@
-"""Where a prompt is computed: on a prefill replica, or in decode's own passes."""
+"""Where missing keys and values are computed: on a prefill replica, or in decode's own passes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 from decode_service.prefill_client import PrefillClient
 from decode_service.sequence import Sequence
-from shared.errors import UnavailableError
+from shared.errors import HeadraceError, UnavailableError
 from shared.kv.handoff import PrefillOutcome
 from shared.kv.paged import PagedKeyValues
 
@@ -15,9 +15,10 @@ log = logging.getLogger(__name__)
 
 
 class LocalPrefill(Enum):
-    """Which prompts decode computes itself."""
+    """Which prompts decode computes itself. What it holds of one already does not count to its length."""
 
     NEVER = "never"
+    """None; where all but a last token is held, that token is in the next pass like any other last token."""
     SHORT = "short"
     """Short ones: they ride along in a pass that runs anyway."""
     FALLBACK = "fallback"
@@ -35,7 +36,7 @@ class Prompts:
         """Without a client every prompt is computed here.
 
         Args:
-            short_tokens: the longest prompt that counts as short.
+            short_tokens: the most missing tokens that count as short.
         """
         self._local = local if client else LocalPrefill.ALWAYS
         self._short_tokens = short_tokens
@@ -43,7 +44,9 @@ class Prompts:
         self._kv = kv
 
     async def compute(self, sequence: Sequence, timeout_s: float | None) -> PrefillOutcome | None:
-        """Fills an admitted sequence's blocks by a handoff; None when its prompt is to be computed in decode's passes.
+        """Fills an admitted sequence's blocks by a handoff; None when what is missing is left to decode's passes.
+
+        A sequence that was preempted is computed here when it cannot be handed off: its loss was decode's doing.
 
         Raises:
             HeadraceError: as `PrefillClient.prefill`.
@@ -56,14 +59,19 @@ class Prompts:
                 sequence.tokens,
                 lambda layer, first, keys, values: self._kv.write(sequence.blocks, layer, first, keys, values),
                 timeout_s,
+                priority=sequence.priority,
+                held_tokens=sequence.kv_length,
+                cache_salt=sequence.cache_salt,
             )
-        except UnavailableError as error:
-            if self._local is not LocalPrefill.FALLBACK:
+        except HeadraceError as error:
+            falls_back = self._local is LocalPrefill.FALLBACK and isinstance(error, UnavailableError)
+            if not (falls_back or sequence.preemptions):
                 raise
-            log.warning("computing the prompt of request %s here: %s", sequence.request_id, error)
+            log.warning("computing what request %s lacks here: %s", sequence.request_id, error)
             return None
 
     def _computes_here(self, sequence: Sequence) -> bool:
+        missing = len(sequence.tokens) - sequence.kv_length
         if self._local in (LocalPrefill.SHORT, LocalPrefill.FALLBACK):
-            return sequence.prompt_tokens <= self._short_tokens
-        return self._local is LocalPrefill.ALWAYS
+            return missing <= self._short_tokens
+        return self._local is LocalPrefill.ALWAYS or (missing == 1 and sequence.kv_length > 0)

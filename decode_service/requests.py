@@ -19,7 +19,9 @@ from shared.kv.handoff import prompt_tokens_error
 from shared.outlet import Outlet
 
 DEFAULT_MAX_TOKENS = 256
-LONGEST_REQUEST_ID = 128
+LONGEST_NAME = 128
+"""Of a request, or of a tenant."""
+MOST_PRIORITY = 100
 
 AnyRequest = decode_pb2.GenerateRequest | decode_pb2.CompleteRequest
 
@@ -42,9 +44,12 @@ class RequestReader:
         Raises:
             InvalidRequestError: it can never be served as it is.
         """
-        if len(request.request_id) > LONGEST_REQUEST_ID:
+        for name in ("request_id", "cache_salt"):
+            if (length := len(getattr(request, name))) > LONGEST_NAME:
+                raise InvalidRequestError(f"{name} has {length} characters; at most {LONGEST_NAME} are allowed")
+        if abs(request.priority) > MOST_PRIORITY:
             raise InvalidRequestError(
-                f"request_id has {len(request.request_id)} characters; at most {LONGEST_REQUEST_ID} are allowed"
+                f"priority is {request.priority}; it must be from {-MOST_PRIORITY} to {MOST_PRIORITY}"
             )
         end_ids = frozenset[int]() if request.stopping.ignore_eos else self._end_token_ids
         sampling = self._sampling(request, end_ids)
@@ -61,6 +66,8 @@ class RequestReader:
             output=TextOutput(self._tokenizer, stop, end_ids),
             outlet=outlet,
             on_admitted=on_admitted,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
             top_logprobs=_top_logprobs(request),
         )
 

@@ -5,10 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 
 from decode_service.sampling import SamplingParams
 from decode_service.text.output import Emission, TextOutput
 from shared.outlet import Outlet
+
+
+class Phase(Enum):
+    """Where a sequence is on its way; only the scheduler moves it."""
+
+    WAITING = "waiting"
+    """Holds no blocks: for the first time, or again after it was preempted."""
+    FILLING = "filling"
+    """Holds blocks; a handoff may be writing to them."""
+    RUNNING = "running"
+    """Takes part in passes."""
+    ENDED = "ended"
+    """Has given everything back."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -29,20 +43,35 @@ class Sequence:
     outlet: Outlet[Emission]
     """Where the answer goes."""
     on_admitted: Callable[[], None]
-    """Called, from any thread, once the blocks are reserved."""
+    """Called, from any thread, whenever it has been given blocks: at first, and after each time it was preempted."""
+    priority: int = 0
+    """-100 to 100; the higher goes first."""
+    cache_salt: str = ""
+    """Keys and values are shared only between sequences of one salt."""
     top_logprobs: int | None = None
     """How many of the likeliest tokens to report with each token's log-probability; None reports neither."""
 
+    phase: Phase = Phase.WAITING
+    number: int = 0
+    """Order of arrival."""
     blocks: list[int] = field(default_factory=list)
-    """Block table; covers the prompt and all that may be generated."""
+    """Block table; covers all tokens that there are, and room for drafts where there is any."""
     kv_length: int = 0
     """Tokens whose keys and values are in the pool: all but the last, once the prompt has arrived."""
     draft_kv_length: int = 0
     """Tokens whose keys and values a draft model has in its own pool."""
+    findable_blocks: int = 0
+    """Leading blocks that others can find."""
+    cached_tokens: int = 0
+    """Leading prompt tokens whose keys and values were there before anything was computed."""
+    preemptions: int = 0
+    """How often it gave its blocks up to be computed again."""
     last_hidden: bytes | None = None
-    """The prompt's final features, until the first token is chosen from them."""
+    """The last token's final features after a handoff, until the next token is chosen from them."""
     ended: bool = False
     """The answer is complete, or nobody waits for it any more."""
+    failed: bool = False
+    """It ended with an error: what was computed for it is not to be trusted."""
     in_pass: bool = False
     """The engine works on it now; its blocks must stay."""
 
@@ -69,6 +98,11 @@ class Sequence:
         """The length it may grow to."""
         return self.prompt_tokens + self.max_tokens
 
+    @property
+    def needed_tokens(self) -> int:
+        """Tokens that its blocks must have room for in the next pass, without any draft."""
+        return len(self.tokens) + (self.last_hidden is not None)
+
     def append(self, chosen: list[int]) -> Emission:
         """Adds chosen tokens up to the one that ends the answer, and returns what is new for the reader."""
         emission = self.output.push(chosen)
@@ -87,5 +121,5 @@ class Sequence:
 
     def fail(self, error: Exception) -> None:
         """Ends the answer with an error."""
-        self.ended = True
+        self.ended = self.failed = True
         self.outlet.close(error)

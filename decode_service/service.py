@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from decode_service.requests import RequestReader
 from decode_service.scheduler import DecodeScheduler
 from decode_service.servicer import DecodeServicer
 from decode_service.speculation.controller import DraftController
+from decode_service.tables import BlockTables
 from decode_service.text.tokenizer import Tokenizer
 from headrace.v1 import decode_pb2_grpc
 from shared.blocks import BlockPool
@@ -24,7 +26,7 @@ from shared.demand import DecodeSettings, decode_demand
 from shared.draft_pack import DRAFTS, DraftPack
 from shared.kv.layout import layout_of
 from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues
-from shared.limits import DECODE_BATCH, LOCAL_PASS_TOKENS, LONGEST_DRAFT
+from shared.limits import DECODE_BATCH, LOCAL_PASS_TOKENS, LONGEST_DRAFT, OVERCOMMIT
 from shared.metrics import Gauges, Identity, Telemetry
 from shared.model.model import Model
 from shared.options import positive, run_service, server_options, service_parser
@@ -37,6 +39,10 @@ log = logging.getLogger("decode_service")
 UNREAD_TOKENS = 256
 """A sequence with more tokens than this waiting for its reader sits passes out."""
 LOCAL_PREFILL_HELP = "prompts computed here; fallback: short ones, and any when no replica answers (%(default)s)"
+PREFIX_CACHE_HELP = "reuse keys and values of prompts and answers that begin alike (%(default)s)"
+OVERCOMMIT_HELP = (
+    "KV that admitted requests may still grow to, as a multiple of what there is; 1.0 never preempts (%(default)s)"
+)
 PASS_TOKENS_HELP = "local prompt tokens in a pass (%(default)s)"
 
 
@@ -51,6 +57,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--draft", choices=DRAFTS, default="ngram", help="where proposals come from (%(default)s)")
     add("--draft-pack", type=Path, metavar="PACK", help="for the drafts `self` and `model`")
     add("--draft-length", type=positive, metavar="N", help="tokens proposed per pass (what pays, by measurement)")
+    add("--prefix-cache", choices=("on", "off"), default="on", help=PREFIX_CACHE_HELP)
+    add("--overcommit", type=_factor, default=OVERCOMMIT, metavar="FACTOR", help=OVERCOMMIT_HELP)
     add("--batch", type=positive, default=DECODE_BATCH, metavar="N", help="sequences that share a pass (%(default)s)")
     return run_service(parser, serve, argv)
 
@@ -77,9 +85,19 @@ async def serve(arguments: argparse.Namespace) -> None:
     kv = PagedKeyValues(pack.spec, model.dtype, plan.kv_blocks)
     draft = build_draft(arguments.draft, draft_pack, model, kv, plan.kv_blocks)
 
-    pool = BlockPool(plan.kv_blocks, BLOCK_TOKENS)
+    tables = BlockTables(
+        BlockPool(plan.kv_blocks, BLOCK_TOKENS),
+        pack.manifest.model_digest,
+        overcommit=arguments.overcommit,
+        shares_prefixes=arguments.prefix_cache == "on",
+    )
     scheduler = DecodeScheduler(
-        pool, batch_limit=arguments.batch, queue_limit=arguments.queue_limit, unread_limit=UNREAD_TOKENS
+        tables,
+        batch_limit=arguments.batch,
+        queue_limit=arguments.queue_limit,
+        unread_limit=UNREAD_TOKENS,
+        draft_tokens=0 if arguments.draft == "none" else arguments.draft_length or LONGEST_DRAFT,
+        on_preempted=lambda: telemetry.add(preemptions=1),
     )
     telemetry = Telemetry(
         Identity(
@@ -96,12 +114,13 @@ async def serve(arguments: argparse.Namespace) -> None:
             resident_layers=lambda: len(plan.residency.resident),
             kv_blocks_used=lambda: scheduler.blocks_used,
             kv_blocks=lambda: plan.kv_blocks,
+            kv_blocks_cached=lambda: scheduler.blocks_cached,
         ),
     )
     client = _prefill_client(arguments, pack)
     prompts = Prompts(LocalPrefill(arguments.local_prefill), arguments.short_prompt, client, kv)
     servicer = DecodeServicer(reader, scheduler, prompts, telemetry, pack.manifest.model_digest)
-    engine = DecodeEngine(model, kv, draft, scheduler, telemetry, _controller(settings), arguments.pass_tokens)
+    engine = DecodeEngine(model, kv, draft, scheduler, telemetry, _controller(settings), settings.missing_tokens)
     engine.start()
     try:
         await run_server(
@@ -119,6 +138,14 @@ async def serve(arguments: argparse.Namespace) -> None:
         engine.join()
         if client:
             await client.close()
+
+
+def _factor(text: str) -> float:
+    """Reads an over-commit."""
+    value = float(text)
+    if not 1.0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a factor of 1.0 or more")
+    return value
 
 
 def _settings(arguments: argparse.Namespace, pack: Pack) -> DecodeSettings:

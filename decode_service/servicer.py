@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from decode_service.life import Life
 from decode_service.prompts import Prompts
 from decode_service.requests import RequestReader
 from decode_service.scheduler import DecodeScheduler
@@ -74,28 +75,25 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self, request: decode_pb2.GenerateRequest | decode_pb2.CompleteRequest, context: Any
     ) -> AsyncIterator[tuple[Sequence, PrefillOutcome | None]]:
         """A sequence that generates while the context is open; its blocks are freed after."""
-        loop, admitted = asyncio.get_running_loop(), asyncio.Event()
-
-        def on_admitted() -> None:
-            loop.call_soon_threadsafe(admitted.set)
-
-        sequence = await self._reader.read(request, Outlet[Emission](), on_admitted)
+        life = Life(self._scheduler, self._prompts, context.time_remaining)
+        sequence = await self._reader.read(request, Outlet[Emission](), life.on_admitted)
         outcome_label = "failed"
         self._scheduler.submit(sequence)
         try:
-            await admitted.wait()
-            outcome = await self._prompts.compute(sequence, context.time_remaining())
+            outcome = await life.begin(sequence)
             sequence.prefilled_s = time.monotonic()
-            self._telemetry.add(prompt_tokens=sequence.prompt_tokens)
-            self._scheduler.start(sequence, outcome.last_hidden if outcome else None)
+            self._telemetry.add(prompt_tokens=sequence.prompt_tokens, cached_tokens=_cached_tokens(sequence, outcome))
             yield sequence, outcome
             outcome_label = "completed"
         except asyncio.CancelledError:
             outcome_label = "cancelled"
             raise
         finally:
-            self._scheduler.leave(sequence)
-            self._telemetry.record_request(outcome_label)
+            try:
+                await life.end()
+            finally:
+                self._scheduler.leave(sequence)
+                self._telemetry.record_request(outcome_label)
 
     def _header(self, sequence: Sequence) -> decode_pb2.GenerationHeader:
         return decode_pb2.GenerationHeader(
@@ -117,6 +115,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 draft_tokens=sequence.draft_tokens,
                 accepted_tokens=sequence.accepted_tokens,
                 passes=sequence.passes,
+                cached_tokens=_cached_tokens(sequence, outcome),
             ),
             timings=decode_pb2.Timings(
                 queue_ms=(sequence.admitted_s - sequence.arrived_s) * 1e3,
@@ -126,6 +125,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 decode_ms=(sequence.last_token_s - sequence.first_token_s) * 1e3,
             ),
         )
+
+
+def _cached_tokens(sequence: Sequence, outcome: PrefillOutcome | None) -> int:
+    """Leading prompt tokens that neither stage computed again."""
+    return max(sequence.cached_tokens, outcome.cached_tokens if outcome else 0)
 
 
 def _logprobs(emission: Emission) -> list[decode_pb2.TokenLogprobs]:

@@ -1,7 +1,8 @@
 """What each sequence brings to the next pass. Plain Python.
 
 One rule covers everything: a sequence brings the tokens whose keys and values are missing. After a handoff that is its
-last token; a prompt computed here brings the whole prompt, in chunks; a preempted sequence would bring all it had.
+last token; a prompt computed here brings what no block holds yet, in chunks; a preempted sequence brings what it has
+lost, prompt or not.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Turn:
 
 
 def turns(batch: Iterable[Sequence], prompt_tokens: int) -> list[Turn]:
-    """Shares a pass out: last tokens always take part, missing prompts in order of the batch, up to `prompt_tokens`."""
+    """Shares a pass out: last tokens always take part, longer gaps in order of the batch, up to `prompt_tokens`."""
     shared: list[Turn] = []
     room = prompt_tokens
     for sequence in batch:

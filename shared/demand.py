@@ -8,7 +8,14 @@ from shared.draft_pack import DraftPack
 from shared.errors import ConfigurationError
 from shared.kv.handoff import FRAME_BYTES
 from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues
-from shared.limits import CATCH_UP_TOKENS, FEWEST_KV_TOKENS, LEAST_SPOOL_BYTES, NOISE_VECTORS, most_scored_rows
+from shared.limits import (
+    CATCH_UP_TOKENS,
+    FEWEST_KV_TOKENS,
+    LEAST_SPOOL_BYTES,
+    NOISE_VECTORS,
+    RECOMPUTE_TOKENS,
+    most_scored_rows,
+)
 from shared.model.spec import ModelSpec
 from shared.model.workspace import WIDE, logits_workspace_bytes, pass_workspace_bytes
 from shared.pack.reader import Pack
@@ -48,6 +55,11 @@ class DecodeSettings:
     def scored_rows(self) -> int:
         """Most rows of a pass whose logits are needed."""
         return most_scored_rows(self.batch, self.draft_length)
+
+    @property
+    def missing_tokens(self) -> int:
+        """Most tokens whose keys and values one pass adds besides those: of prompts, or of preempted sequences."""
+        return self.prompt_tokens or RECOMPUTE_TOKENS
 
 
 def spool_bytes(pack: Pack, context_length: int, asked_bytes: int | None = None) -> int:
@@ -125,7 +137,7 @@ def sampling_bytes(spec: ModelSpec) -> int:
 
 
 def _target_pass_bytes(pack: Pack, settings: DecodeSettings) -> int:
-    rows = settings.scored_rows + settings.prompt_tokens
+    rows = settings.scored_rows + settings.missing_tokens
     longest = settings.context_length if settings.prompt_tokens else 0
     return pass_workspace_bytes(pack.spec, pack.scheme, rows, longest)
 

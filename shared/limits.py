@@ -6,10 +6,15 @@ PREFILL_PASS_TOKENS = 2048
 """Prompt tokens of a prefill pass, by default; a longer prompt has a pass of its own."""
 LOCAL_PASS_TOKENS = 512
 """Prompt tokens that join a decode pass where prompts are computed there, by default."""
+RECOMPUTE_TOKENS = 32
+"""Tokens of preempted sequences that join a decode pass where prompts come from replicas, and none answers. No more
+than a draft's turn may bring (`shared.kv.paged.SHORT_SEGMENT`), so that they need no workspace of prompts."""
 LEAST_SPOOL_BYTES = 64 << 20
 """KV that may wait for slow callers, by default; more where a layer of the longest prompt is more."""
 DECODE_BATCH = 16
 """Sequences that share a decode pass, by default."""
+OVERCOMMIT = 1.5
+"""KV that admitted sequences may still grow to ÷ what there is, by default (`docs/memory.md`)."""
 LONGEST_DRAFT = 16
 """Tokens proposed for a sequence, unless the operator fixes the length."""
 MOST_SCORED_ROWS = 128

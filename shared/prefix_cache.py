@@ -7,6 +7,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from shared.blocks import BlockPool
 
@@ -89,17 +90,15 @@ class PrefixCache:
         Raises:
             CapacityError: not even without the cache are so many free.
         """
-        if count <= self.free_count:
-            self._evict(count - self._pool.free_count)
+        victims = self._oldest_unused(count - self._pool.free_count)
+        if self._pool.free_count + len(victims) >= count:
+            self._pool.release([self._entries.pop(key).block for key in victims])
         return self._pool.allocate(count)
 
-    def _evict(self, count: int) -> None:
-        for key in list(self._entries):
-            if count <= 0:
-                return
-            if self._pool.reference_count(self._entries[key].block) == 1:
-                self._pool.release([self._entries.pop(key).block])
-                count -= 1
+    def _oldest_unused(self, count: int) -> list[bytes]:
+        """Up to `count` entries that nobody else holds, the least recently used first."""
+        unused = (key for key, entry in self._entries.items() if self._pool.reference_count(entry.block) == 1)
+        return list(islice(unused, max(0, count)))
 
     def _touch(self, keys: Sequence[bytes]) -> None:
         for key in reversed(keys):

@@ -17,6 +17,7 @@ from decode_service.scheduler import DecodeScheduler
 from decode_service.sequence import Sequence
 from decode_service.speculation.controller import DraftController
 from decode_service.speculation.draft import Draft, NoDraft
+from decode_service.tables import BlockTables
 from decode_service.text.output import Emission, TextOutput
 from decode_service.text.stopping import StopConditions
 from decode_service.text.tokenizer import Tokenizer
@@ -71,7 +72,8 @@ async def engine_with(path: Path, draft: Draft) -> AsyncIterator[Engine]:
     """Runs until everything submitted has ended; then no block may be in use."""
     pack = Pack.open(path)
     model = Model(pack, everything(pack))
-    scheduler = DecodeScheduler(BlockPool(BLOCKS, BLOCK_TOKENS), batch_limit=8, queue_limit=8, unread_limit=1000)
+    tables = BlockTables(BlockPool(BLOCKS, BLOCK_TOKENS), "")
+    scheduler = DecodeScheduler(tables, batch_limit=8, queue_limit=8, unread_limit=1000, draft_tokens=LONGEST)
     telemetry = Telemetry(
         Identity(stage="decode", model_digest="", scheme="fp32", context_length=512, layers=4, budget_bytes=1)
     )

@@ -107,6 +107,12 @@ async def test_an_answer_that_must_be_longer_than_the_default_length_may_be(read
     assert sequence.max_tokens == 290
 
 
+async def test_priority_and_salt_go_with_the_sequence(reader: RequestReader) -> None:
+    for priority in (-100, 0, 100):
+        sequence = await read(reader, prompt=tokens(7), priority=priority, cache_salt="s" * 128)
+        assert (sequence.priority, sequence.cache_salt) == (priority, "s" * 128)
+
+
 async def test_seed_0_is_a_seed(reader: RequestReader) -> None:
     assert (await read(reader, prompt=tokens(7), sampling=decode_pb2.Sampling(seed=0))).sampling.seed == 0
 

@@ -1,188 +1,236 @@
-"""Admission and batches: whatever requests do, and in whatever order, blocks have one owner and all get a turn."""
+"""Admission, batches, preemption: whatever requests do, and in whatever order, nothing is lost and all get a turn."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import random
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from decode_service.sampling import SamplingParams
 from decode_service.scheduler import DecodeScheduler
-from decode_service.sequence import Sequence
-from decode_service.text.output import Emission
+from decode_service.sequence import Phase, Sequence
+from decode_service.tables import BlockTables
 from shared.blocks import BlockPool
 from shared.errors import CapacityError, InvalidRequestError, UnavailableError
-from shared.outlet import Outlet
+from tests.decode_service.simulated import Reader, SimulatedEngine, sequence_of
 
 BLOCKS, BLOCK_TOKENS = 12, 4
 BATCH_LIMIT, QUEUE_LIMIT, UNREAD_LIMIT = 3, 4, 5
 
-
-class Reader:
-    """The RPC's end of one sequence, on a loop of its own: it reads when it is told to."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self.outlet: Outlet[Emission] = self._loop.run_until_complete(self._open())
-        self._reading: asyncio.Task[None] | None = None
-
-    def catch_up(self) -> None:
-        """Reads everything that waits."""
-        self._reading = self._reading or self._loop.create_task(self._read())
-        while self.outlet.pending:
-            self._loop.run_until_complete(asyncio.sleep(0))
-
-    def close(self) -> None:
-        if self._reading:
-            self._reading.cancel()
-            self._loop.run_until_complete(asyncio.gather(self._reading, return_exceptions=True))
-        self._loop.close()
-
-    @staticmethod
-    async def _open() -> Outlet[Emission]:
-        return Outlet()
-
-    async def _read(self) -> None:
-        async for _ in self.outlet:
-            pass
+PROMPTS = st.builds(
+    lambda head, length, tail: [head] * length + tail,
+    st.integers(0, 1),
+    st.integers(0, 16),
+    st.lists(st.integers(0, 1), min_size=1, max_size=4),
+)
+"""Many begin alike."""
 
 
-def make_scheduler(**changes: Any) -> DecodeScheduler:
+def make_scheduler(
+    pool: BlockPool | None = None, *, overcommit: float = 1.0, shares_prefixes: bool = True, **changes: Any
+) -> DecodeScheduler:
     limits = {"batch_limit": BATCH_LIMIT, "queue_limit": QUEUE_LIMIT, "unread_limit": UNREAD_LIMIT}
-    return DecodeScheduler(BlockPool(BLOCKS, BLOCK_TOKENS), **limits | changes)
+    pool = pool or BlockPool(BLOCKS, BLOCK_TOKENS)
+    tables = BlockTables(pool, "digest", overcommit=overcommit, shares_prefixes=shares_prefixes)
+    return DecodeScheduler(tables, **limits | changes)
 
 
-def make_sequence(reader: Reader, tokens: int, admitted: list[Any], key: Any = None) -> Sequence:
+def make_sequence(reader: Reader, tokens: int, admitted: list[Any], key: Any = None, **fields: Any) -> Sequence:
     """A prompt of all those tokens but one, which may still be generated."""
-    return Sequence(
-        request_id=str(key),
-        tokens=[0] * (tokens - 1),
-        prompt_tokens=tokens - 1,
-        max_tokens=1,
-        sampling=SamplingParams(),
-        output=None,  # type: ignore[arg-type]  # text is the engine's business
-        outlet=reader.outlet,
-        on_admitted=lambda: admitted.append(key),
-    )
+    return sequence_of([0] * (tokens - 1), 1, reader.outlet, lambda: admitted.append(key), **fields)
 
 
 class Life(RuleBasedStateMachine):
-    """Requests come, start, stall, end and leave at any moment; the engine takes and returns batches in between."""
+    """Requests come, start, stall, end and leave at any moment; the engine takes and returns batches in between.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scheduler = make_scheduler()
+    Memory is so small that it runs out.
+    """
+
+    @initialize(
+        overcommit=st.sampled_from([1.0, 1.5, 4.0]),
+        shares_prefixes=st.booleans(),
+        draft_tokens=st.sampled_from([0, 3]),
+        seed=st.integers(0, 1 << 16),
+    )
+    def begin(self, overcommit: float, shares_prefixes: bool, draft_tokens: int, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.overcommit, self.shares_prefixes, self.draft_tokens = overcommit, shares_prefixes, draft_tokens
+        self.preempted = 0
+        self.pool = BlockPool(BLOCKS, BLOCK_TOKENS)
+        self.scheduler = make_scheduler(
+            self.pool,
+            overcommit=overcommit,
+            shares_prefixes=shares_prefixes,
+            draft_tokens=draft_tokens,
+            on_preempted=self.count_preemption,
+        )
+        self.engine = SimulatedEngine(self.pool, self.choose)
         self.readers: dict[Sequence, Reader] = {}
-        self.waiting: deque[Sequence] = deque()
-        self.prefilling: list[Sequence] = []
-        self.running: list[Sequence] = []
         self.batch: list[Sequence] | None = None
-        self.admitted: list[int] = []
-        self.submitted = 0
         self.closed = False
 
-    @rule(tokens=st.integers(2, BLOCKS * BLOCK_TOKENS + 8))
-    def submit(self, tokens: int) -> None:
+    def count_preemption(self) -> None:
+        self.preempted += 1
+
+    def choose(self, most: int) -> int:
+        return self.chance.randint(0, most)
+
+    @rule(
+        prompts=st.lists(PROMPTS, min_size=1, max_size=3),
+        max_tokens=st.integers(1, 30),
+        priority=st.integers(-1, 1),
+        salt=st.sampled_from(["", "", "tenant"]),
+    )
+    def submit(self, prompts: list[list[int]], max_tokens: int, priority: int, salt: str) -> None:
+        for prompt in prompts:
+            self.submit_one(prompt, max_tokens, priority, salt)
+
+    def submit_one(self, prompt: list[int], max_tokens: int, priority: int, salt: str) -> None:
         reader = Reader()
-        sequence = make_sequence(reader, tokens, self.admitted, self.submitted)
+
+        def on_admitted() -> None:
+            self.nobody_was_passed_by(sequence)
+
+        sequence = sequence_of(prompt, max_tokens, reader.outlet, on_admitted, priority=priority, cache_salt=salt)
         error: Any = None
-        if tokens > BLOCKS * BLOCK_TOKENS:
+        if len(prompt) + max_tokens > BLOCKS * BLOCK_TOKENS:
             error = InvalidRequestError
         elif self.closed:
             error = UnavailableError
-        elif len(self.waiting) >= QUEUE_LIMIT:
+        elif len(self.in_phase(Phase.WAITING)) >= QUEUE_LIMIT:
             error = CapacityError
         if error:
             with pytest.raises(error):
                 self.scheduler.submit(sequence)
             reader.close()
             return
-        self.submitted += 1
         self.readers[sequence] = reader
-        self.waiting.append(sequence)
         self.scheduler.submit(sequence)
-        self._note_admissions()
 
-    @precondition(lambda self: self.prefilling)
-    @rule(data=st.data())
-    def handoff_arrives(self, data: st.DataObject) -> None:
-        sequence = data.draw(st.sampled_from(self.prefilling))
-        self.prefilling.remove(sequence)
-        self.running.append(sequence)
-        self.scheduler.start(sequence, b"")
+    def nobody_was_passed_by(self, admitted: Sequence) -> None:
+        waiting = [other for other in self.in_phase(Phase.WAITING) if other.outlet.pending <= UNREAD_LIMIT // 2]
+        assert all((other.priority, -other.number) < (admitted.priority, -admitted.number) for other in waiting)
 
-    @precondition(lambda self: self.waiting or self.prefilling or self.running)
+    @precondition(lambda self: self.in_phase(Phase.FILLING))
+    @rule(data=st.data(), arrives=st.booleans())
+    def handoff_arrives_or_is_not_needed(self, data: st.DataObject, arrives: bool) -> None:
+        sequence = data.draw(st.sampled_from(self.in_phase(Phase.FILLING)))
+        self.start(sequence, arrives)
+
+    def start(self, sequence: Sequence, arrives: bool) -> None:
+        if arrives:
+            self.engine.hand_off(sequence)
+        self.scheduler.start(sequence, b"" if arrives else None)
+
+    @precondition(lambda self: self.readers)
     @rule(data=st.data())
     def rpc_ends(self, data: st.DataObject) -> None:
-        sequence = data.draw(st.sampled_from([*self.waiting, *self.prefilling, *self.running]))
-        for holder in (self.waiting, self.prefilling, self.running):
-            if sequence in holder:
-                holder.remove(sequence)
-        self.scheduler.leave(sequence)
+        sequence = data.draw(st.sampled_from(list(self.readers)))
         self.readers.pop(sequence).close()
-        self._note_admissions()
+        self.scheduler.leave(sequence)
+        assert sequence.phase is Phase.ENDED or sequence.in_pass
 
-    @precondition(lambda self: self.batch is None and self._ready())
+    @precondition(lambda self: self.batch is None and self.ready())
     @rule()
     def engine_takes_a_batch(self) -> None:
-        ready = self._ready()
-        self.batch = self.scheduler.next_batch()
-        assert self.batch
-        assert len(self.batch) == min(BATCH_LIMIT, len(ready))
+        before = self.preempted
+        self.batch = self.scheduler.next_batch(timeout_s=0)
+        ready = self.ready()
+        assert self.batch is not None
         assert set(self.batch) <= set(ready)
-        assert all(sequence.blocks for sequence in self.batch)
+        assert len(self.batch) <= BATCH_LIMIT
+        if not self.in_phase(Phase.FILLING):
+            assert self.batch, "somebody always goes on"
+            if len(ready) <= BATCH_LIMIT:
+                assert max(ready, key=lambda sequence: (sequence.priority, -sequence.number)) in self.batch
+        if self.overcommit == 1.0:
+            assert len(self.batch) == min(BATCH_LIMIT, len(ready)), "whoever was admitted has room"
+            assert self.preempted == before or any(map(self.loses_to_others, self.in_phase(Phase.WAITING)))
+
+    def loses_to_others(self, sequence: Sequence) -> bool:
+        """Where nothing is over-committed, blocks are taken only from slow readers and for a higher priority."""
+        slow = sequence.outlet.pending > UNREAD_LIMIT
+        return slow or any(other.priority > sequence.priority for other in self.in_phase(Phase.FILLING))
 
     @precondition(lambda self: self.batch is not None)
-    @rule(data=st.data())
-    def engine_is_done(self, data: st.DataObject) -> None:
+    @rule(fails=st.sampled_from([False, False, False, True]))
+    def engine_is_done(self, fails: bool) -> None:
         assert self.batch is not None
-        for sequence in self.batch:
-            assert sequence.blocks, "blocks were freed while the engine wrote to them"
-            if not sequence.ended:
-                sequence.outlet.put(Emission("", [1], None), data.draw(st.integers(1, UNREAD_LIMIT + 1)))
-                sequence.ended = data.draw(st.booleans())
-            if sequence.ended and sequence in self.running:
-                self.running.remove(sequence)
+        assert all(sequence.blocks for sequence in self.batch), "blocks were freed while the engine wrote to them"
+        if fails:
+            for sequence in self.batch:
+                sequence.fail(ValueError())
+        else:
+            self.engine.run(self.batch, self.draft_tokens, chunk_limit=6)
         ended = [sequence for sequence in self.batch if sequence.ended]
         self.scheduler.pass_done(self.batch)
         self.batch = None
         assert not any(sequence.blocks for sequence in ended)
-        self._note_admissions()
+        assert all(sequence.phase is Phase.ENDED for sequence in ended)
+
+    @precondition(lambda self: self.batch is None and (self.in_phase(Phase.FILLING) or self.ready()))
+    @rule(passes=st.integers(1, 6))
+    def some_time_goes_by(self, passes: int) -> None:
+        """Handoffs arrive, readers read, and passes succeed."""
+        for _ in range(passes):
+            for sequence in self.in_phase(Phase.FILLING):
+                self.start(sequence, arrives=self.chance.random() < 0.5)
+            if self.ready():
+                self.engine_takes_a_batch()
+                self.scheduler.check_integrity()
+                self.engine_is_done(fails=False)
+                self.scheduler.check_integrity()
+            for reader in self.readers.values():
+                if self.chance.random() < 0.8:
+                    reader.catch_up()
 
     @precondition(lambda self: self.readers)
     @rule(data=st.data())
     def reader_catches_up(self, data: st.DataObject) -> None:
         self.readers[data.draw(st.sampled_from(list(self.readers)))].catch_up()
 
+    @precondition(lambda self: len(self.readers) > 5)
     @rule()
     def drain(self) -> None:
         self.scheduler.close()
         self.closed = True
 
     @invariant()
-    def every_block_is_free_or_has_one_owner(self) -> None:
+    def every_block_is_free_or_has_its_owners_and_none_that_is_shared_can_be_written(self) -> None:
         self.scheduler.check_integrity()
 
     @invariant()
     def counts_agree(self) -> None:
-        in_pass = [sequence for sequence in self.batch or () if sequence not in self.running]
-        assert self.scheduler.queued == len(self.waiting)
-        assert self.scheduler.running == len(self.prefilling) + len(self.running) + len(in_pass)
+        held = {block for sequence in self.readers for block in sequence.blocks}
+        held |= {block for sequence in self.batch or () for block in sequence.blocks}
+        left = [sequence for sequence in self.batch or () if sequence not in self.readers]
+        assert self.scheduler.queued == len(self.in_phase(Phase.WAITING))
+        running = len(self.in_phase(Phase.FILLING)) + len(self.in_phase(Phase.RUNNING))
+        assert self.scheduler.running == running + len(left)
+        assert self.scheduler.blocks_used == len(held)
+        assert self.scheduler.blocks_used + self.scheduler.blocks_cached <= BLOCKS
 
     @invariant()
-    def admission_is_first_come_first_served(self) -> None:
-        assert self.admitted == sorted(self.admitted)
+    def whoever_waits_holds_nothing_and_whoever_runs_has_room_for_its_tokens(self) -> None:
+        for sequence in self.readers:
+            if sequence.phase in (Phase.WAITING, Phase.ENDED):
+                assert (sequence.blocks, sequence.kv_length) == ([], 0)
+            elif not sequence.in_pass:
+                assert len(sequence.blocks) * BLOCK_TOKENS >= len(sequence.tokens) - 1
+                assert sequence.kv_length <= len(sequence.tokens)
 
     @invariant()
     def whoever_fits_is_not_kept_waiting(self) -> None:
-        if self.waiting:
-            needed = -(-self.waiting[0].most_tokens // BLOCK_TOKENS)
-            assert needed > BLOCKS - self.scheduler.blocks_used
+        waiting = [other for other in self.in_phase(Phase.WAITING) if other.outlet.pending <= UNREAD_LIMIT // 2]
+        if self.overcommit == 1.0 and not self.shares_prefixes and self.batch is None and waiting:
+            head = max(waiting, key=lambda sequence: (sequence.priority, -sequence.number))
+            admitted = self.in_phase(Phase.FILLING) + self.in_phase(Phase.RUNNING)
+            promised = sum(self.pool.blocks_for(sequence.most_tokens) for sequence in admitted)
+            assert promised + self.pool.blocks_for(head.most_tokens) > BLOCKS
 
     def teardown(self) -> None:
         if self.batch is not None:
@@ -195,12 +243,12 @@ class Life(RuleBasedStateMachine):
         self.scheduler.close()
         assert self.scheduler.next_batch() is None
 
-    def _ready(self) -> list[Sequence]:
-        return [sequence for sequence in self.running if sequence.outlet.pending <= UNREAD_LIMIT]
+    def in_phase(self, phase: Phase) -> list[Sequence]:
+        return [sequence for sequence in self.readers if sequence.phase is phase]
 
-    def _note_admissions(self) -> None:
-        while self.waiting and self.waiting[0].blocks:
-            self.prefilling.append(self.waiting.popleft())
+    def ready(self) -> list[Sequence]:
+        running = self.in_phase(Phase.RUNNING)
+        return [sequence for sequence in running if sequence.outlet.pending <= UNREAD_LIMIT]
 
 
 TestLife = Life.TestCase

@@ -84,6 +84,9 @@ BAD: Mapping[str, tuple[dict[str, Any], str]] = {
     "empty stop string": (stopping(strings=["a", ""]), "stopping.strings[1] is empty"),
     "unknown stop ids": (stopping(token_ids=[3, 320, 400]), "stopping.token_ids has [320, 400]; ids must be from 0"),
     "request_id too long": (fields(request_id="x" * 129), "request_id has 129 characters; at most 128"),
+    "cache_salt too long": (fields(cache_salt="x" * 129), "cache_salt has 129 characters; at most 128"),
+    "priority too high": (fields(priority=101), "priority is 101; it must be from -100 to 100"),
+    "priority too low": (fields(priority=-(2**31)), "priority is -2147483648; it must be from -100 to 100"),
 }
 
 

@@ -19,6 +19,7 @@ from decode_service.requests import RequestReader
 from decode_service.scheduler import DecodeScheduler
 from decode_service.servicer import DecodeServicer
 from decode_service.speculation.controller import DraftController
+from decode_service.tables import BlockTables
 from decode_service.text.tokenizer import Tokenizer
 from headrace.client import AsyncClient
 from headrace.retry import RetryPolicy
@@ -159,6 +160,8 @@ async def decode_replica(
     draft_length: int = 4,
     batch: int = 16,
     kv_blocks: int = 1024,
+    overcommit: float = 1.5,
+    shares_prefixes: bool = True,
     queue_limit: int = 1024,
     unread_limit: int = 256,
     local_prefill: LocalPrefill = LocalPrefill.NEVER,
@@ -170,14 +173,26 @@ async def decode_replica(
     model = Model(pack, residency(pack))
     kv = PagedKeyValues(pack.spec, model.dtype, kv_blocks)
     built = build_draft(draft, DraftPack.open(draft, draft_pack, pack), model, kv, kv_blocks)
+    tables = BlockTables(
+        BlockPool(kv_blocks, BLOCK_TOKENS),
+        pack.manifest.model_digest,
+        overcommit=overcommit,
+        shares_prefixes=shares_prefixes,
+    )
     scheduler = DecodeScheduler(
-        BlockPool(kv_blocks, BLOCK_TOKENS), batch_limit=batch, queue_limit=queue_limit, unread_limit=unread_limit
+        tables,
+        batch_limit=batch,
+        queue_limit=queue_limit,
+        unread_limit=unread_limit,
+        draft_tokens=draft_length if draft != "none" else 0,
+        on_preempted=lambda: telemetry.add(preemptions=1),
     )
     gauges = Gauges(
         queued=lambda: scheduler.queued,
         running=lambda: scheduler.running,
         kv_blocks_used=lambda: scheduler.blocks_used,
         kv_blocks=lambda: kv_blocks,
+        kv_blocks_cached=lambda: scheduler.blocks_cached,
     )
     telemetry = _telemetry("decode", pack, gauges)
     prefill = PrefillClient(
