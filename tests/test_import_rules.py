@@ -59,6 +59,7 @@ POLICY = (
     "decode_service.text",
     "prefill_service.gathering",
     "prefill_service.scheduler",
+    "prefill_service.prompt_cache",
 )
 """Plain Python: decisions without tensors or messages."""
 

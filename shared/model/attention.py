@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from shared.model.spec import AttentionRule
 
 QUERY_CHUNK = 256
 """Queries of one sequence attended at once: bounds the mask, and skips keys that come after the whole chunk."""
+ALIGNED_CHUNK = 64
+"""Positions of a prompt attended at once: few enough that filling them up costs a short prompt little."""
 
 
 def grouped_attention(
@@ -60,6 +62,37 @@ def causal_attention(rule: AttentionRule, queries: Tensor, keys: Tensor, values:
             rule, chunk[None], keys[None, seen], values[None, seen], mask
         )[0]
     return attended
+
+
+def aligned_attention(
+    rule: AttentionRule, queries: Tensor, keys: Tensor, values: Tensor, context: int, attended: Tensor
+) -> None:
+    """Attention of one sequence's new tokens, whose rounding depends on a token's position alone.
+
+    Queries go in chunks between multiples of `ALIGNED_CHUNK`, filled up where some are missing, against keys up to the
+    chunk's end. So a token is always computed in a call of the same shape and at the same place in it, however long its
+    sequence is, and however much of that is context.
+
+    Args:
+        queries: [new, heads, head_dim], at positions `context` onwards.
+        keys, values: [context + new, filled up to a multiple of `ALIGNED_CHUNK`, kv_heads, head_dim]; all finite.
+        attended: receives the result, [new, heads, head_dim].
+    """
+    end = context + len(queries)
+    for first in range(context - context % ALIGNED_CHUNK, end, ALIGNED_CHUNK):
+        last = first + ALIGNED_CHUNK
+        start, stop = max(first, context), min(last, end)
+        new = slice(start - context, stop - context)
+        chunk = (
+            pad(queries[new], (0, 0, 0, 0, start - first, last - stop))
+            if stop - start < ALIGNED_CHUNK
+            else queries[new]
+        )
+        seen = slice(first_seen(rule, first), last)
+        seen_by = visible(rule, torch.arange(first, last)[:, None], torch.arange(seen.start, last))
+        mask = additive_mask(seen_by[None], chunk.shape[1] // keys.shape[1], chunk.dtype)
+        found = grouped_attention(rule, chunk[None], keys[None, seen], values[None, seen], mask)[0]
+        attended[new] = found[start - first : stop - first]
 
 
 def additive_mask(visible: Tensor, heads_per_kv: int, dtype: torch.dtype) -> Tensor:
