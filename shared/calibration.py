@@ -1,25 +1,14 @@
-"""How fast this machine is for a pack: measured once in a few seconds, and kept in the user's cache folder."""
+"""How fast this machine is for a pack: measured once in a few seconds, and remembered."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import os
-import platform
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
+from shared.machine import cached, machine_key
 from shared.pack.reader import Pack
 from shared.speed import disk_bytes_per_s, layer_seconds, memory_bytes_per_s, output_seconds
-
-FORMAT = 1
-"""Of the cached files; a change in what is measured, or how, needs a new one."""
-KERNEL_PACKAGES = ("torch", "bitsandbytes", "numba")
 
 
 @dataclass(frozen=True)
@@ -57,59 +46,10 @@ def calibrated(pack: Pack, threads: int, *, again: bool = False) -> Calibration:
         "spec": pack.spec.to_json(),
         "device": pack.path.stat().st_dev,
         "threads": threads,
-        "machine": _machine(),
+        "machine": machine_key(),
     }
     return Calibration.of_json(cached("calibration", key, lambda: asdict(_measure(pack)), again=again))
 
 
-def cached(kind: str, key: Mapping[str, Any], measure: Callable[[], Any], *, again: bool = False) -> Any:
-    """A measured JSON value, from the cache folder where it is known. A cache that cannot be written costs time only.
-
-    Args:
-        kind: what is measured; part of the file's name.
-        key: everything that the value depends on.
-    """
-    text = json.dumps({"format": FORMAT, "kind": kind} | dict(key), sort_keys=True)
-    file = _cache_folder() / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-    if not again:
-        with contextlib.suppress(OSError, ValueError):  # there is none, or a damaged one
-            return json.loads(file.read_text())
-    value = json.loads(json.dumps(measure()))
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(value, indent=1))
-        partial.replace(file)
-    return value
-
-
-def kernel_versions() -> dict[str, str]:
-    """The installed packages whose kernels compute."""
-    versions = {}
-    for name in KERNEL_PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
-
-
 def _measure(pack: Pack) -> Calibration:
     return Calibration(disk_bytes_per_s(pack), memory_bytes_per_s(), layer_seconds(pack), output_seconds(pack))
-
-
-def _machine() -> dict[str, Any]:
-    cpu = Path("/proc/cpuinfo")
-    lines = cpu.read_text() if cpu.exists() else platform.processor()
-    described = [
-        re.search(rf"^{name}\s*:\s*(.*)$", lines, re.MULTILINE) for name in ("model name", "flags", "Features")
-    ]
-    return {
-        "node": platform.node(),
-        "cpu": [match[1] for match in described if match],
-        "cores": os.cpu_count(),
-        "kernels": kernel_versions(),
-    }
-
-
-def _cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "headrace"

@@ -133,7 +133,7 @@ def _outlook(
 
 def _runtime_bytes(stage: Stage, pack: Pack, drafting: DraftPack | None, draft: str, recalibrate: bool) -> int:
     """What the service itself says that it takes without weights: only it has its imports. Kept like a calibration."""
-    from shared.calibration import cached, kernel_versions
+    from shared.machine import cached, kernel_versions
 
     module = "prefill_service" if stage == "prefill" else "decode_service"
     command = [sys.executable, "-m", module, str(pack.path), "--show-runtime", "--log-level", "error"]

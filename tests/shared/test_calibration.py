@@ -1,4 +1,4 @@
-"""Calibration: measured on the real parts of a pack, kept, and measured again when asked."""
+"""Calibration: measured on the real parts of a pack, once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.calibration import cached, calibrated
+from shared.calibration import calibrated
 from shared.pack.reader import Pack
 from tests.conftest import TinyPack
 
@@ -24,25 +24,3 @@ def test_every_scheme_is_measured_once_and_then_remembered(tiny_pack: TinyPack, 
     assert min(first.disk_bytes_per_s, first.memory_bytes_per_s, *first.layer_s.values()) > 0
     assert calibrated(pack, threads=1) == first
     assert len(list(cache.iterdir())) == 1
-
-
-def test_a_value_is_measured_when_unknown_when_the_key_differs_and_when_asked() -> None:
-    measured = iter(range(10))
-
-    def value(key: str, again: bool = False) -> int:
-        return int(cached("test", {"key": key}, lambda: next(measured), again=again))
-
-    assert [value("a"), value("a"), value("b"), value("a", again=True), value("a"), value("b")] == [0, 0, 1, 2, 2, 1]
-
-
-def test_a_damaged_cache_is_measured_anew(cache: Path) -> None:
-    assert cached("test", {}, lambda: 1) == 1
-    (file,) = cache.iterdir()
-    file.write_text('{"half')
-    assert cached("test", {}, lambda: 2) == 2
-    assert cached("test", {}, lambda: 3) == 2
-
-
-def test_a_cache_that_cannot_be_written_costs_only_time(cache: Path) -> None:
-    cache.parent.write_text("a file where the folder should be")
-    assert [cached("test", {}, lambda number=number: number) for number in (1, 2)] == [1, 2]
