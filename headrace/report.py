@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
-from headrace.answers import Answer
+from headrace.job_output import Answer
 from headrace.types import ServerStatus, Stage
 
 
@@ -30,6 +29,32 @@ class ServiceReport:
     budget_bytes: int
 
 
+@dataclass
+class Tally:
+    """Sums over the answers of one run, so that none has to be held."""
+
+    done: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    request_passes: int = 0
+
+    def add(self, answer: Answer) -> None:
+        """Counts an answer or a failure."""
+        if "error" in answer:
+            self.failed += 1
+            return
+        usage = answer["usage"]
+        self.done += 1
+        self.prompt_tokens += usage["prompt_tokens"]
+        self.generated_tokens += usage["completion_tokens"]
+        self.draft_tokens += usage["draft_tokens"]
+        self.accepted_tokens += usage["accepted_tokens"]
+        self.request_passes += usage["passes"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchReport:
     """One run of a batch. Counts and rates are of this run alone; answers kept from an earlier one are `kept`."""
@@ -37,6 +62,8 @@ class BatchReport:
     done: int
     failed: int
     kept: int
+    left_alone: int
+    """Failed in an earlier run, and not tried again."""
     prompt_tokens: int
     generated_tokens: int
     draft_tokens: int
@@ -76,41 +103,36 @@ class BatchReport:
         return sum(service.streamed_bytes for service in self.services)
 
     @property
+    def reports_per_s(self) -> float:
+        """Answered jobs per second of wall time."""
+        return self.done / self.wall_s
+
+    @property
     def reports_per_shift(self) -> float:
         """Reports that a shift would finish at this run's pace."""
-        return self.done / self.wall_s * self.shift_s
+        return self.reports_per_s * self.shift_s
 
 
 def batch_report(
-    answers: Iterable[Answer],
+    tally: Tally,
     *,
     kept: int,
+    left_alone: int,
     wall_s: float,
     shift_s: float,
     before: Sequence[ServerStatus],
     after: Sequence[ServerStatus],
 ) -> BatchReport:
-    """Sums up the answers of this run and the difference that it made to each service's totals."""
-    finished = list(answers)
-    usages = [answer["usage"] for answer in finished if "usage" in answer]
+    """The sums over this run's answers, and the difference that it made to each service's totals."""
     earlier = {status.address: status for status in before}
     return BatchReport(
-        done=len(usages),
-        failed=len(finished) - len(usages),
+        **asdict(tally),
         kept=kept,
-        prompt_tokens=_sum(usages, "prompt_tokens"),
-        generated_tokens=_sum(usages, "completion_tokens"),
-        draft_tokens=_sum(usages, "draft_tokens"),
-        accepted_tokens=_sum(usages, "accepted_tokens"),
-        request_passes=_sum(usages, "passes"),
+        left_alone=left_alone,
         wall_s=wall_s,
         shift_s=shift_s,
         services=tuple(_service_report(status, earlier.get(status.address)) for status in after),
     )
-
-
-def _sum(usages: Sequence[Mapping[str, Any]], name: str) -> int:
-    return sum(usage[name] for usage in usages)
 
 
 def _service_report(after: ServerStatus, before: ServerStatus | None) -> ServiceReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,17 +12,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from headrace.answers import Answer
+from headrace.job_output import Answer
 from headrace.report import BatchReport
 
-_LINE_EVERY_S = 30.0
+LINE_EVERY_S = 30.0
+SHOWN_FAILURES = 10
 
 
 class BatchProgress:
-    """A progress bar on a terminal; elsewhere, a line now and then, so that a night's log tells how it went."""
+    """A progress bar on a terminal; elsewhere a line every so often, so that a night's log tells how it went."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, shift_s: float, line_every_s: float = LINE_EVERY_S) -> None:
         self._console = console
+        self._shift_s = shift_s
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("reports"),
@@ -34,15 +37,22 @@ class BatchProgress:
         )
         self._task = self._bar.add_task("reports", total=None, rate="")
         self._jobs = self._kept = self._done = self._failed = self._tokens = 0
-        self._begin_s = self._told_s = time.monotonic()
+        self._begin_s = time.monotonic()
+        self._line_every_s = line_every_s
+        self._ended = threading.Event()
+        self._teller = threading.Thread(target=self._tell, name="progress", daemon=True)
 
-    def started(self, jobs: int, kept: int) -> None:
-        """Of so many jobs, so many were answered by an earlier run."""
+    def started(self, jobs: int, kept: int, failed: int) -> None:
+        """Of so many jobs, so many were answered by an earlier run, and so many failed there and are left alone."""
         if kept:
             self._console.print(f"continuing: {kept} of {jobs} reports were answered by an earlier run")
-        self._jobs, self._kept = jobs, kept
-        self._begin_s = self._told_s = time.monotonic()
-        self._bar.update(self._task, total=jobs - kept)
+        if failed:
+            self._console.print(
+                f"{failed} failed in an earlier run and are left alone; --retry-failed tries them again"
+            )
+        self._jobs, self._kept = jobs, kept + failed
+        self._begin_s = time.monotonic()
+        self._bar.update(self._task, total=self._jobs - self._kept)
 
     def generated(self, tokens: int) -> None:
         """New tokens came."""
@@ -55,28 +65,49 @@ class BatchProgress:
         self._bar.advance(self._task)
         if "error" in answer:
             self._failed += 1
-            error = answer["error"]
-            self._console.print(f"{answer['id']}: {error['status']}: {error['message']}", style="red", markup=False)
-        if not self._console.is_terminal and time.monotonic() - self._told_s >= _LINE_EVERY_S:
-            self._told_s = time.monotonic()
-            self._console.print(self._line(), markup=False)
+            self._show_failure(answer)
 
     def __enter__(self) -> BatchProgress:
         self._bar.start()
+        if not self._console.is_terminal:
+            self._teller.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._ended.set()
         self._bar.stop()
 
+    def _show_failure(self, answer: Answer) -> None:
+        error = answer["error"]
+        if self._failed <= SHOWN_FAILURES:
+            self._console.print(f"{answer['id']}: {error['status']}: {error['message']}", style="red", markup=False)
+        elif self._failed == SHOWN_FAILURES + 1:
+            self._console.print("further failures are in the file of errors only", style="red")
+
+    def _tell(self) -> None:
+        """By the clock, not with each answer: a first answer may take long, and its log must not look dead."""
+        while not self._ended.wait(self._line_every_s):
+            self._console.print(self._line(), markup=False)
+
+    @property
+    def _elapsed_s(self) -> float:
+        return max(time.monotonic() - self._begin_s, 1e-6)
+
     def _rate(self) -> str:
-        return f"{self._tokens / max(time.monotonic() - self._begin_s, 1e-6):.1f} tokens/s"
+        reports_per_s = (self._done - self._failed) / self._elapsed_s
+        rate = f"{reports_per_s:.2f} reports/s, {self._tokens / self._elapsed_s:.1f} tokens/s"
+        if not reports_per_s:
+            return rate
+        return f"{rate}, {reports_per_s * self._shift_s:,.0f} reports per {_duration(self._shift_s)}"
 
     def _line(self) -> str:
-        left = self._jobs - self._kept - self._done
-        left_s = (time.monotonic() - self._begin_s) / self._done * left
-        return f"{self._kept + self._done} of {self._jobs} reports, {self._rate()}, about {_duration(left_s)} left" + (
-            f", {self._failed} failed" if self._failed else ""
-        )
+        parts = [f"{self._kept + self._done} of {self._jobs} reports", self._rate()]
+        if self._done:
+            left = self._jobs - self._kept - self._done
+            parts.append(f"about {_duration(self._elapsed_s / self._done * left)} left")
+        if self._failed:
+            parts.append(f"{self._failed} failed")
+        return ", ".join(parts)
 
 
 def report_table(report: BatchReport) -> Table:
@@ -93,8 +124,11 @@ def _rows(report: BatchReport) -> Iterator[tuple[str, str]]:
     yield "reports done", f"{report.done:,}" + (f" (and {report.kept:,} by an earlier run)" if report.kept else "")
     if report.failed:
         yield "reports failed", f"{report.failed:,}"
+    if report.left_alone:
+        yield "reports failed in an earlier run", f"{report.left_alone:,}"
     yield "prompt tokens", f"{report.prompt_tokens:,}"
     yield "generated tokens", f"{report.generated_tokens:,}"
+    yield "reports/s", f"{report.reports_per_s:,.2f}"
     yield "tokens/s", f"{report.tokens_per_s:,.2f}"
     yield "accepted draft tokens per pass", _or_dash(report.accepted_per_pass, "{:.2f}")
     yield "acceptance rate", _or_dash(report.acceptance_rate, "{:.1%}")
@@ -139,6 +173,7 @@ def report_json(report: BatchReport) -> dict[str, Any]:
 
 
 _DERIVED = (
+    "reports_per_s",
     "tokens_per_s",
     "accepted_per_pass",
     "acceptance_rate",

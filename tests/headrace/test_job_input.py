@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
+from headrace import job_input
 from headrace.errors import InputError
-from headrace.job_input import Job, read_jobs
+from headrace.job_input import INDEX_BYTES, read_jobs
+from headrace.job_line import Job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -26,7 +31,7 @@ def test_prompts_messages_and_token_ids_are_read_with_their_options(tmp_path: Pa
         '{"id": "b", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0.5, "seed": 1}',
         '{"id": "c", "token_ids": [1, 2], "stop_token_ids": [7], "top_k": 2, "top_p": 0.9, "stop": ["x", "y"]}',
     )
-    assert read_jobs(path) == (
+    assert tuple(read_jobs(path)) == (
         Job("a", {"prompt": "Water", "max_tokens": 3, "stop": "."}),
         Job("b", {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0.5, "seed": 1}),
         Job("c", {"token_ids": [1, 2], "stop_token_ids": [7], "top_k": 2, "top_p": 0.9, "stop": ["x", "y"]}),
@@ -35,7 +40,7 @@ def test_prompts_messages_and_token_ids_are_read_with_their_options(tmp_path: Pa
 
 def test_token_ids_that_name_fields_of_logit_bias_become_numbers(tmp_path: Path) -> None:
     path = written(tmp_path, '{"id": "a", "prompt": "x", "logit_bias": {"0": -100, "319": 2.5}, "min_tokens": 2}')
-    assert read_jobs(path) == (Job("a", {"prompt": "x", "logit_bias": {0: -100, 319: 2.5}, "min_tokens": 2}),)
+    assert tuple(read_jobs(path)) == (Job("a", {"prompt": "x", "logit_bias": {0: -100, 319: 2.5}, "min_tokens": 2}),)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +83,69 @@ def test_a_missing_and_an_empty_file_are_errors(tmp_path: Path) -> None:
         read_jobs(tmp_path / "absent.jsonl")
     with pytest.raises(InputError, match="has no jobs"):
         read_jobs(written(tmp_path, ""))
+
+
+def test_every_repeated_id_is_told_with_the_line_that_took_it_first(tmp_path: Path) -> None:
+    lines = [json.dumps({"id": name, "prompt": "x"}) for name in "abaccb"]
+    with pytest.raises(InputError) as error:
+        read_jobs(written(tmp_path, *lines))
+    assert str(error.value).splitlines()[1:] == [
+        "  line 3: id 'a' is taken by line 1; make ids unique",
+        "  line 5: id 'c' is taken by line 4; make ids unique",
+        "  line 6: id 'b' is taken by line 2; make ids unique",
+    ]
+
+
+def test_jobs_are_found_by_their_ids(tmp_path: Path) -> None:
+    jobs = read_jobs(written(tmp_path, *[json.dumps({"id": f"j{number}", "prompt": "x"}) for number in range(50)]))
+    assert [jobs.find(f"j{number}") for number in range(50)] == list(range(50))
+    assert jobs.find("j50") is None
+    assert jobs.key(7, "m") == jobs[7].key("m")
+
+
+def test_memory_follows_the_number_of_lines_and_not_what_they_say(tmp_path: Path) -> None:
+    """A million lines take 40 MB at most, whatever their length; counted here for 8,000 lines of 1 kB."""
+    count = 8_000
+    path, filling = tmp_path / "in.jsonl", "x" * 1000
+    with path.open("w") as file:
+        file.writelines(json.dumps({"id": f"j{number}", "prompt": filling}) + "\n" for number in range(count))
+    tracemalloc.start()
+    try:
+        jobs = read_jobs(path)
+        held_bytes, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(jobs) == count
+    assert held_bytes < INDEX_BYTES * count + 64_000
+    assert peak_bytes < 2 * INDEX_BYTES * count + 64_000 < path.stat().st_size / 10
+
+
+def test_a_line_that_changed_since_it_was_checked_is_an_error(tmp_path: Path) -> None:
+    path = written(tmp_path, '{"id": "a", "prompt": "x"}', '{"id": "b", "prompt": "x"}')
+    jobs = read_jobs(path)
+    path.write_text(path.read_text().replace('"b", "prompt": "x"', '"b", "prompt": "y"'))
+    assert jobs[0].id == "a"
+    with pytest.raises(InputError, match="line 2 of .* changed while the batch ran"):
+        jobs[1]
+    path.unlink()
+    with pytest.raises(InputError, match="any more"):
+        jobs[0]
+
+
+def test_a_line_that_no_request_can_be_is_refused_without_being_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_input, "LONGEST_LINE_BYTES", 1 << 20)
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"id": "a", "prompt": "%s"}\n{"id": "b", "prompt": "x"}\n{' % ("x" * (5 << 20)))
+    with pytest.raises(InputError, match=r"2 faulty line(.|\n)*line 1: longer than 1 MiB(.|\n)*line 3: not JSON"):
+        read_jobs(path)
+
+
+def test_a_pipe_is_refused_because_it_cannot_be_read_twice(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="no regular file"):
+        read_jobs(tmp_path / "pipe")
 
 
 def test_a_key_tells_requests_and_models_apart() -> None:
