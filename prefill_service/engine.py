@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from prefill_service.prompt_cache import PassPrompt, PromptCache
 from prefill_service.scheduler import PromptJob, PromptScheduler
+from shared.blocks import BlockPool
 from shared.engine import Engine
-from shared.errors import CapacityError
 from shared.kv.handoff import KvLayout, PrefillOutcome, frames_of_layer
+from shared.kv.paged import PagedKeyValues
 from shared.kv.prompt import PromptKeyValues
 from shared.metrics import Telemetry
 from shared.model.batch import TokenBatch
@@ -17,23 +20,40 @@ from shared.model.model import Model, Pass
 from shared.tensors import to_bytes
 
 
+@dataclass(frozen=True)
+class _PassFigures:
+    """What every answer of a pass reports of it."""
+
+    started_s: float
+    elapsed_s: float
+    prompts: int
+    tokens: int
+    """Computed in its first layer."""
+
+
 class PrefillEngine(Engine[PromptJob]):
     """Runs passes on one thread until the scheduler is closed and empty."""
 
     def __init__(
-        self, model: Model, layout: KvLayout, scheduler: PromptScheduler, telemetry: Telemetry, spool_bytes: int
+        self,
+        model: Model,
+        layout: KvLayout,
+        scheduler: PromptScheduler,
+        telemetry: Telemetry,
+        cache: PromptCache | None = None,
     ) -> None:
         """Prepares the engine.
 
         Args:
-            spool_bytes: most KV that may wait for slow callers, all together.
+            cache: of prompts' blocks; without one, or with one that has none, every prompt is computed as a whole.
         """
         super().__init__("prefill-engine", model)
         self._layout = layout
         self._scheduler = scheduler
         self._telemetry = telemetry
-        self._spool_bytes = spool_bytes
-        self._unsent: list[PromptJob] = []
+        self._cache = cache or PromptCache(BlockPool(0), "")
+        blocks = self._cache.block_count
+        self._pool = PagedKeyValues(model.spec, model.dtype, blocks) if blocks else None
 
     def _next_batch(self, timeout_s: float | None) -> list[PromptJob] | None:
         return self._scheduler.next_batch(timeout_s)
@@ -45,59 +65,84 @@ class PrefillEngine(Engine[PromptJob]):
         for job in batch:
             job.outlet.close(error)
 
+    def check_integrity(self) -> None:
+        """Raises BlockIntegrityError unless every block of the idle engine is free or kept for prompts to come."""
+        self._cache.check_integrity()
+
     def _run_batch(self, jobs: list[PromptJob]) -> None:
         """One pass over the layers; each layer's KV leaves as soon as it is computed."""
-        started_s, prompts = time.monotonic(), len(jobs)
-        current = self._model.begin(TokenBatch.of((job.token_ids, 0) for job in jobs))
-        tokens, streamed_before = len(current.hidden), self._model.streamed_bytes
-        for layer, weights in self._model.walk():
-            jobs = self._drop_cancelled(jobs, current)
-            if not jobs:
-                break
-            kv = PromptKeyValues(current.batch.segments)
-            current.compute(layer, weights, kv)
-            for job, segment in zip(jobs, current.batch.segments, strict=True):
-                self._send_layer(job, layer, *kv.of(segment))
-        elapsed_s = time.monotonic() - started_s
+        started_s, streamed_before = time.monotonic(), self._model.streamed_bytes
+        filled = False
+        try:
+            prompts = self._cache.begin(jobs)
+            current = self._model.begin(TokenBatch.of((p.job.token_ids[p.context :], p.context) for p in prompts))
+            tokens = len(current.hidden)
+            prompts = self._walk(prompts, current)
+            filled = True
+        finally:
+            self._cache.end(filled=filled)
+        self._scheduler.still_wanted(jobs)
+        figures = _PassFigures(started_s, time.monotonic() - started_s, len(jobs), tokens)
+        waiting = [prompt for prompt in prompts if not prompt.job.cancelled]
         self._telemetry.record_pass(
-            elapsed_s,
-            requests=prompts,
+            figures.elapsed_s,
+            requests=len(jobs),
             streamed_bytes=self._model.streamed_bytes - streamed_before,
-            prompt_tokens=sum(len(job.token_ids) for job in jobs if not job.cancelled),
+            prompt_tokens=sum(prompt.count for prompt in waiting),
         )
-        for job, hidden in zip(jobs, current.last_hidden if jobs else (), strict=True):
-            if job.cancelled:
-                continue
-            queue_ms = (started_s - job.arrived_s) * 1e3
-            job.outlet.put(
-                PrefillOutcome(to_bytes(hidden), job.frame_count, queue_ms, elapsed_s * 1e3, prompts, tokens)
-            )
-            job.outlet.close()
+        self._telemetry.add(cached_tokens=sum(prompt.context for prompt in waiting))
+        hidden = {prompt: current.hidden[s.rows] for prompt, s in zip(prompts, current.batch.segments, strict=False)}
+        for prompt in waiting:
+            self._answer(prompt, hidden[prompt], figures)
+
+    def _walk(self, prompts: list[PassPrompt], current: Pass) -> list[PassPrompt]:
+        """Takes the prompts through all layers; returns those that are in the pass to its end."""
+        kv = self._key_values(prompts, current)
+        for layer, weights in self._model.walk():
+            self._scheduler.still_wanted([prompt.job for prompt in prompts])
+            self._cache.drop_cancelled()
+            counts = [prompt.count for prompt in prompts]
+            if not any(counts):
+                return []
+            if counts != [segment.count for segment in current.batch.segments]:
+                current.keep(counts)
+                prompts = [prompt for prompt in prompts if prompt.count]
+                kv = self._key_values(prompts, current)
+            current.compute(layer, weights, kv)
+            for prompt, segment in zip(prompts, current.batch.segments, strict=True):
+                if not prompt.job.cancelled:
+                    self._send_layer(prompt.job, layer, *kv.of(segment, prompt.job.held_tokens))
+            kv.clear()
+        return prompts
+
+    def _key_values(self, prompts: list[PassPrompt], current: Pass) -> PromptKeyValues:
+        return PromptKeyValues(current.batch.segments, self._pool, [prompt.table for prompt in prompts])
 
     def _send_layer(self, job: PromptJob, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Hands one layer's KV to the caller's stream."""
-        if job.cancelled:
-            return
-        new_keys, new_values = (to_bytes(part[job.held_tokens :]) for part in (keys, values))
-        for frame in frames_of_layer(self._layout, layer, job.frame_count, new_keys, new_values, job.held_tokens):
+        """Hands one layer's KV of the tokens that the caller does not hold to its stream."""
+        parts = to_bytes(keys), to_bytes(values)
+        for frame in frames_of_layer(self._layout, layer, job.frame_count, *parts, job.held_tokens):
             job.outlet.put(frame, frame.size_bytes)
             job.frame_count += 1
-        self._unsent = [other for other in self._unsent if other.outlet.pending and other is not job] + [job]
-        self._bound_spool()
 
-    def _bound_spool(self) -> None:
-        """Where too much KV waits, the caller that is furthest behind loses its request; the others lose nothing."""
-        while sum(job.outlet.pending for job in self._unsent) > self._spool_bytes:
-            slowest = max(self._unsent, key=lambda job: job.outlet.pending)
-            waiting_bytes = slowest.outlet.pending
-            slowest.cancelled = True
-            slowest.outlet.drop(
-                CapacityError(f"{waiting_bytes} bytes of KV wait for a caller that reads too slowly; read faster")
-            )
-            self._unsent.remove(slowest)
+    @staticmethod
+    def _answer(prompt: PassPrompt, hidden: Tensor, figures: _PassFigures) -> None:
+        """Ends a prompt's stream with what its last token came to.
 
-    def _drop_cancelled(self, jobs: list[PromptJob], current: Pass) -> list[PromptJob]:
-        kept = self._scheduler.still_wanted(jobs)
-        if kept and len(kept) < len(jobs):
-            current.keep(kept)
-        return [jobs[index] for index in kept]
+        Args:
+            hidden: the last layer's output for the tokens that were computed, [tokens, hidden_size].
+        """
+        job = prompt.job
+        job.outlet.put(
+            PrefillOutcome(
+                last_hidden=to_bytes(hidden[-1]),
+                frame_count=job.frame_count,
+                queue_ms=(figures.started_s - job.arrived_s) * 1e3,
+                compute_ms=figures.elapsed_s * 1e3,
+                batch_prompts=figures.prompts,
+                batch_tokens=figures.tokens,
+                cached_tokens=prompt.context,
+            ),
+            0,  # small; and what ends a stream must not be what fails it
+        )
+        job.outlet.close()

@@ -23,7 +23,7 @@ class PromptJob:
     outlet: Outlet[Frame | PrefillOutcome]
     arrived_s: float = field(default_factory=time.monotonic)
     cancelled: bool = False
-    """Nobody waits any more, or it has failed: set by the RPC or the engine, and seen at the next layer."""
+    """Nobody waits any more: set by the RPC, and seen at the next layer."""
     frame_count: int = 0
     priority: int = 0
     held_tokens: int = 0
@@ -114,11 +114,14 @@ class PromptScheduler:
             return []
 
     def still_wanted(self, jobs: Sequence[PromptJob]) -> list[int]:
-        """Which of the prompts in a pass somebody still waits for, by index; the others are cancelled from now on."""
+        """Which of the prompts in a pass somebody still waits for, by index; the others are cancelled from now on.
+
+        Nobody waits for a prompt whose stream has ended: its reader was too slow.
+        """
         with self._changed:
             now_s = self._clock()
             for job in jobs:
-                job.cancelled = job.cancelled or _expired(job, now_s)
+                job.cancelled = job.cancelled or job.outlet.ended or _expired(job, now_s)
             self._in_pass = [job for job in self._in_pass if not job.cancelled]
             return [index for index, job in enumerate(jobs) if not job.cancelled]
 

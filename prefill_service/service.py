@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from pathlib import Path
 
 import torch
 
@@ -21,6 +22,8 @@ from shared.model.model import Model
 from shared.options import positive, run_service, server_options, service_parser
 from shared.pack.reader import Pack
 from shared.server import Service, run_server
+from shared.spool import Spool
+from shared.spool_file import SpoolFolder
 from shared.streaming.plan import plan_memory
 
 log = logging.getLogger("prefill_service")
@@ -34,6 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--pass-tokens", type=positive, default=PREFILL_PASS_TOKENS, metavar="N", help=PASS_TOKENS_HELP)
     add("--spool", metavar="SIZE", help="KV that may wait for slow callers (64MiB, or a layer of the longest prompt)")
+    add("--spool-disk", default="1GiB", metavar="SIZE", help="KV that may wait on disk besides; 0: none (%(default)s)")
+    add("--spool-dir", type=Path, metavar="FOLDER", help="where, in files without a name (/var/tmp)")
     return run_service(parser, serve, argv)
 
 
@@ -57,6 +62,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     model = Model(pack, plan.residency, verify_always=arguments.verify == "always")
 
     scheduler = PromptScheduler(arguments.pass_tokens, arguments.queue_limit)
+    spool = Spool(settings.spool_bytes, _spool_folder(arguments))
     telemetry = Telemetry(
         Identity(
             stage="prefill",
@@ -73,9 +79,10 @@ async def serve(arguments: argparse.Namespace) -> None:
             resident_layers=lambda: len(plan.residency.resident),
         ),
     )
-    engine = PrefillEngine(model, layout, scheduler, telemetry, settings.spool_bytes)
+    engine = PrefillEngine(model, layout, scheduler, telemetry)
     servicer = PrefillServicer(
         scheduler,
+        spool,
         model_digest=pack.manifest.model_digest,
         layout=layout,
         vocab_size=pack.spec.vocab_size,
@@ -96,3 +103,9 @@ async def serve(arguments: argparse.Namespace) -> None:
     finally:
         scheduler.close()
         engine.join()
+        spool.close()
+
+
+def _spool_folder(arguments: argparse.Namespace) -> SpoolFolder | None:
+    disk_bytes = parse_bytes(arguments.spool_disk)
+    return SpoolFolder.checked(arguments.spool_dir, disk_bytes) if disk_bytes else None

@@ -8,9 +8,9 @@ from typing import Any
 
 from headrace.v1 import prefill_pb2, prefill_pb2_grpc
 from prefill_service.scheduler import PromptJob, PromptScheduler
-from shared.errors import InvalidRequestError, ModelMismatchError
+from shared.errors import InvalidRequestError, ModelMismatchError, UnavailableError
 from shared.kv.handoff import Frame, KvLayout, PrefillOutcome, prompt_tokens_error
-from shared.outlet import Outlet
+from shared.spool import Spool, SpooledOutlet
 from shared.wire import frame_to_wire, layout_from_wire, layout_to_wire, outcome_to_wire
 
 LONGEST_NAME = 128
@@ -22,9 +22,17 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Validates a prompt, hands it to the scheduler, and streams what the engine makes of it."""
 
     def __init__(
-        self, scheduler: PromptScheduler, *, model_digest: str, layout: KvLayout, vocab_size: int, context_length: int
+        self,
+        scheduler: PromptScheduler,
+        spool: Spool,
+        *,
+        model_digest: str,
+        layout: KvLayout,
+        vocab_size: int,
+        context_length: int,
     ) -> None:
         self._scheduler = scheduler
+        self._spool = spool
         self._model_digest = model_digest
         self._layout = layout
         self._vocab_size = vocab_size
@@ -35,7 +43,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         """See `protos/headrace/v1/prefill.proto`."""
         self._validate(request)
-        outlet: Outlet[Frame | PrefillOutcome] = Outlet()
+        outlet = SpooledOutlet[Frame | PrefillOutcome](self._spool)
         job = PromptJob(
             request.request_id,
             list(request.token_ids),
@@ -52,6 +60,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 yield frame_to_wire(item) if isinstance(item, Frame) else outcome_to_wire(item)
         finally:
             self._scheduler.cancel(job)
+            outlet.drop(UnavailableError("nobody reads this stream any more"))
 
     def _validate(self, request: prefill_pb2.PrefillRequest) -> None:
         if request.model_digest != self._model_digest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
 
@@ -20,7 +20,7 @@ class Outlet(Generic[Item]):
         """Must be made on the event loop that reads it."""
         self._loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
-        self._items: deque[tuple[Item, int]] = deque()
+        self._items: deque[tuple[Any, int]] = deque()
         self._end: Exception | None = None
         self._ended = False
         self._dropped = False
@@ -31,11 +31,14 @@ class Outlet(Generic[Item]):
         """Total size of the items that were put and not yet taken."""
         return 0 if self._dropped else self._put - self._taken
 
+    @property
+    def ended(self) -> bool:
+        """No more items will come: the stream is complete, or has failed."""
+        return self._ended
+
     def put(self, item: Item, size: int = 1) -> None:
         """Adds an item of some size. Any thread, but one at a time."""
-        self._put += size
-        self._items.append((item, size))
-        self._wake()
+        self._push(item, size)
 
     def close(self, error: Exception | None = None) -> None:
         """Ends the stream, after the items put so far; with an error, the reader raises it then.
@@ -56,17 +59,30 @@ class Outlet(Generic[Item]):
         while True:
             self._arrived.clear()
             ended = self._ended
-            while (entry := self._next()) is not None:
+            while (entry := await self._next()) is not None:
                 item, size = entry
                 yield item
-                self._taken += size
+                self._finished(size)
             if ended:
                 break
             await self._arrived.wait()
         if self._end is not None:
             raise self._end
 
-    def _next(self) -> tuple[Item, int] | None:
+    async def _next(self) -> tuple[Item, int] | None:
+        """The next item and its size, if there is one."""
+        return self._pop()
+
+    def _finished(self, size: int) -> None:
+        """The reader is done with an item."""
+        self._taken += size
+
+    def _push(self, entry: Any, size: int) -> None:
+        self._put += size
+        self._items.append((entry, size))
+        self._wake()
+
+    def _pop(self) -> tuple[Any, int] | None:
         try:
             return self._items.popleft()
         except IndexError:  # asked for first, an item may be dropped in between

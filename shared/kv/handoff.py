@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shared.errors import DataLossError, ModelMismatchError
 
@@ -54,6 +54,16 @@ class Frame:
     @property
     def size_bytes(self) -> int:
         return len(self.keys) + len(self.values)
+
+    @property
+    def payload(self) -> tuple[bytes, bytes]:
+        """What may wait on disk (`shared.spool`)."""
+        return self.keys, self.values
+
+    def with_payload(self, payload: Sequence[bytes]) -> Frame:
+        """The same frame with other bytes."""
+        keys, values = payload
+        return replace(self, keys=keys, values=values)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ from shared.metrics import Gauges, Identity, Telemetry
 from shared.model.model import Model
 from shared.pack.reader import Pack
 from shared.server import ANY_LOOPBACK_PORT, RunningServer, ServerOptions, Service, serving
+from shared.spool import Spool
+from shared.spool_file import SpoolFolder
 from shared.streaming.plan import Residency
 
 ONE_TRY = RetryPolicy(attempts=1)
@@ -60,6 +62,7 @@ class Prefill:
     scheduler: PromptScheduler
     engine: PrefillEngine
     telemetry: Telemetry
+    spool: Spool
 
     @property
     def address(self) -> str:
@@ -108,6 +111,7 @@ async def prefill_replica(
     pass_tokens: int = 2048,
     queue_limit: int = 1024,
     spool_bytes: int = 64 << 20,
+    spool_folder: SpoolFolder | None = None,
     address: Address = ANY_LOOPBACK_PORT,
     computes: bool = True,
 ) -> AsyncIterator[Prefill]:
@@ -124,9 +128,11 @@ async def prefill_replica(
         queued_tokens=lambda: scheduler.queued_tokens,
     )
     telemetry = _telemetry("prefill", pack, gauges)
-    engine = PrefillEngine(Model(pack, residency(pack)), layout_of(pack), scheduler, telemetry, spool_bytes)
+    engine = PrefillEngine(Model(pack, residency(pack)), layout_of(pack), scheduler, telemetry)
+    spool = Spool(spool_bytes, spool_folder)
     servicer = PrefillServicer(
         scheduler,
+        spool,
         model_digest=pack.manifest.model_digest,
         layout=layout_of(pack),
         vocab_size=pack.spec.vocab_size,
@@ -143,11 +149,12 @@ async def prefill_replica(
         engine.start()
     try:
         async with serving(service, ServerOptions(address=address, health_poll_s=HEALTH_POLL_S)) as server:
-            yield Prefill(server, scheduler, engine, telemetry)
+            yield Prefill(server, scheduler, engine, telemetry, spool)
     finally:
         scheduler.close()
         if computes:
             await asyncio.to_thread(engine.join)
+        spool.close()
 
 
 @asynccontextmanager

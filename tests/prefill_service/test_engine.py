@@ -18,6 +18,8 @@ from shared.metrics import Identity, Telemetry
 from shared.model.model import Model
 from shared.outlet import Outlet
 from shared.pack.reader import Pack
+from shared.spool import Spool, SpooledOutlet
+from shared.spool_file import SpoolFolder
 from tests.conftest import TinyPack
 from tests.end_to_end.stack import everything
 
@@ -43,16 +45,16 @@ def pack(tiny_pack: TinyPack) -> Path:
 
 
 @asynccontextmanager
-async def engine_for(path: Path, *jobs: PromptJob, spool_bytes: int = 1 << 30) -> AsyncIterator[Telemetry]:
-    """Runs the jobs in one pass; when the context is left the engine has ended."""
+async def engine_for(path: Path, *jobs: PromptJob, pass_tokens: int = 10_000) -> AsyncIterator[Telemetry]:
+    """Runs the jobs, in one pass unless it is too small; when the context is left the engine has ended."""
     pack = Pack.open(path)
-    scheduler = PromptScheduler(pass_tokens=10_000, queue_limit=100)
+    scheduler = PromptScheduler(pass_tokens, queue_limit=100)
     for job in jobs:
         scheduler.submit(job)
     telemetry = Telemetry(
         Identity(stage="prefill", model_digest="", scheme="fp32", context_length=1, layers=LAYERS, budget_bytes=1)
     )
-    engine = PrefillEngine(Model(pack, everything(pack)), layout_of(pack), scheduler, telemetry, spool_bytes)
+    engine = PrefillEngine(Model(pack, everything(pack)), layout_of(pack), scheduler, telemetry)
     engine.start()
     try:
         yield telemetry
@@ -129,9 +131,10 @@ async def test_a_pass_that_nobody_waits_for_any_more_ends_at_the_next_layer(pack
 async def test_a_caller_that_reads_too_slowly_loses_its_request_and_its_memory_and_no_neighbour_does(
     pack: Path,
 ) -> None:
-    small, large = job_of(10), job_of(400)
     layer_bytes = 400 * 2 * layout_of(Pack.open(pack)).token_bytes
-    async with engine_for(pack, small, large, spool_bytes=2 * layer_bytes) as telemetry:
+    spool = Spool(2 * layer_bytes)
+    small, large = (job_of(tokens, SpooledOutlet(spool)) for tokens in (10, 400))
+    async with engine_for(pack, small, large) as telemetry:
         pass
     assert telemetry.totals.passes == 1
     assert large.outlet.pending == 0
@@ -140,29 +143,38 @@ async def test_a_caller_that_reads_too_slowly_loses_its_request_and_its_memory_a
     assert len(await received(small)) == LAYERS + 1
 
 
-async def test_a_spool_that_overflows_with_the_last_layer_is_an_error_and_never_an_answer(pack: Path) -> None:
-    job = job_of(100)
-    layer_bytes = 100 * 2 * layout_of(Pack.open(pack)).token_bytes
-    async with engine_for(pack, job, spool_bytes=LAYERS * layer_bytes - 1):
+async def test_with_a_spool_on_disk_nobody_loses_anything(pack: Path, tmp_path: Path) -> None:
+    layer_bytes = 400 * 2 * layout_of(Pack.open(pack)).token_bytes
+    spool = Spool(layer_bytes, SpoolFolder(tmp_path, 1 << 30))
+    jobs = [job_of(tokens, SpooledOutlet(spool)) for tokens in (10, 400)]
+    async with engine_for(pack, *jobs):
         pass
+    assert spool.memory_bytes <= layer_bytes < spool.disk_bytes
+    for job, tokens in zip(jobs, (10, 400), strict=True):
+        *frames, outcome = await received(job)
+        *expected, _ = await alone(pack, tokens)
+        assert frames == expected
+        assert isinstance(outcome, PrefillOutcome)
+    spool.close()
+
+
+async def test_a_spool_that_overflows_with_the_last_layer_is_an_error_and_never_an_answer(pack: Path) -> None:
+    layer_bytes = 100 * 2 * layout_of(Pack.open(pack)).token_bytes
+    job = job_of(100, SpooledOutlet(Spool(LAYERS * layer_bytes - 1)))
+    async with engine_for(pack, job) as telemetry:
+        pass
+    assert telemetry.totals.prompt_tokens == 0
     with pytest.raises(CapacityError):
         await received(job)
 
 
 async def test_slow_callers_of_earlier_passes_count_as_well(pack: Path) -> None:
     layer_bytes = 100 * 2 * layout_of(Pack.open(pack)).token_bytes
-    loaded = Pack.open(pack)
-    scheduler = PromptScheduler(pass_tokens=100, queue_limit=100)
-    jobs = [job_of(100) for _ in range(3)]
-    for job in jobs:
-        scheduler.submit(job)
-    telemetry = Telemetry(
-        Identity(stage="prefill", model_digest="", scheme="fp32", context_length=1, layers=LAYERS, budget_bytes=1)
-    )
     spool_bytes = int(2.5 * LAYERS * layer_bytes)
-    engine = PrefillEngine(Model(loaded, everything(loaded)), layout_of(loaded), scheduler, telemetry, spool_bytes)
-    engine.start()
-    scheduler.close()
-    await asyncio.to_thread(engine.join)
+    spool = Spool(spool_bytes)
+    jobs = [job_of(100, SpooledOutlet(spool)) for _ in range(3)]
+    async with engine_for(pack, *jobs, pass_tokens=100) as telemetry:
+        pass
+    assert telemetry.totals.passes == 3
     assert sum(job.outlet.pending for job in jobs) <= spool_bytes
     assert sum(job.outlet.pending > 0 for job in jobs) == 2

@@ -18,6 +18,7 @@ from shared.kv.paged import PagedKeyValues
 from shared.model.batch import TokenBatch
 from shared.model.model import Model
 from shared.pack.reader import Pack
+from shared.spool_file import SpoolFolder
 from shared.tensors import from_bytes
 from shared.wire import frame_from_wire, layout_to_wire, outcome_from_wire
 from tests.conftest import TinyPack
@@ -146,6 +147,34 @@ async def test_a_stalled_caller_is_told_so_and_its_neighbour_is_served(tiny_pack
         assert failed.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "a caller that reads too slowly" in str(failed.value.details())
         await until(lambda: prefill.scheduler.running == 0)
+        await until(lambda: prefill.spool.memory_bytes == 0)
+
+
+async def test_with_a_spool_on_disk_a_stalled_caller_finds_its_handoff_when_it_goes_on_and_nothing_stays(
+    tiny_pack: TinyPack, tmp_path: Path
+) -> None:
+    path = tiny_pack("fp32", context=4096)
+    layout = layout_of(Pack.open(path))
+    layer_bytes = 3000 * 2 * layout.token_bytes
+    folder = SpoolFolder(tmp_path, 1 << 30)
+    async with replica(path, NARROW, pass_tokens=4096, spool_bytes=layer_bytes, spool_folder=folder) as (prefill, stub):
+        stalled = stub.Prefill(request_for(path, [5] * 3000))
+        await stalled.read()
+        neighbour = await everything_of(stub.Prefill(request_for(path, [6] * 20)))
+        assert neighbour[-1].WhichOneof("event") == "result"
+        await until(lambda: prefill.scheduler.running == 0)
+        assert prefill.spool.disk_bytes > layer_bytes >= prefill.spool.memory_bytes
+        receiver = HandoffReceiver(layout, 3000, lambda *_: None)
+        *frames, result = await everything_of(stalled)
+        for response in frames:
+            receiver.accept(frame_from_wire(response.frame))
+        receiver.finish(outcome_from_wire(result.result), Pack.open(path).spec.hidden_size)
+        await until(lambda: prefill.spool.memory_bytes == prefill.spool.disk_bytes == 0)
+        leaving = stub.Prefill(request_for(path, [5] * 3000))
+        await leaving.read()
+        await until(lambda: prefill.spool.disk_bytes > 0)
+        leaving.cancel()
+        await until(lambda: prefill.spool.memory_bytes == prefill.spool.disk_bytes == 0)
 
 
 async def test_a_full_queue_is_answered_as_such(pack: Path) -> None:
