@@ -68,6 +68,8 @@ def _request_fields(request: Request) -> dict[str, Any]:
             min_tokens=request.min_tokens,
         ),
         "request_id": request.request_id,
+        "priority": request.priority,
+        "cache_salt": request.cache_salt,
         "logprobs": request.logprobs,
         "top_logprobs": request.top_logprobs,
     }
@@ -122,6 +124,7 @@ def result(message: decode_pb2.GenerationResult) -> Result:
             draft_tokens=usage.draft_tokens,
             accepted_tokens=usage.accepted_tokens,
             passes=usage.passes,
+            cached_tokens=usage.cached_tokens,
         ),
         timings=Timings(
             queue_ms=timings.queue_ms,
@@ -175,4 +178,7 @@ def server_status(message: status_pb2.GetStatusResponse, address: str) -> Server
         peak_rss_bytes=message.peak_rss_bytes,
         kv_blocks_used=message.kv_blocks_used,
         kv_blocks=message.kv_blocks,
+        kv_blocks_cached=message.kv_blocks_cached,
+        cached_tokens=message.cached_tokens,
+        preemptions=message.preemptions,
     )

@@ -61,6 +61,10 @@ class RequestOptions(TypedDict, total=False):
     """Report so many of the likeliest tokens at each place besides; 0 (default) to 20; needs `logprobs`."""
     request_id: str
     """Identifies the request in the services' logs; at most 128 characters."""
+    priority: int
+    """Requests of a higher priority are taken first; of one priority, the oldest. -100 to 100; 0 (default)."""
+    cache_salt: str
+    """Keys and values are reused only between prompts of the same salt, as of one tenant; at most 128 characters."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,8 @@ class Request:
     logprobs: bool = False
     top_logprobs: int = 0
     request_id: str = ""
+    priority: int = 0
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         forms = [name for name in ("prompt", "messages", "token_ids") if getattr(self, name) is not None]
@@ -192,6 +198,8 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "logprobs": (lambda value: isinstance(value, bool), "true or false"),
     "top_logprobs": (lambda value: _is_integer(value, 0, 21), "an integer from 0 to 20"),
     "request_id": (lambda value: _is_text(value) and len(value) <= 128, "text of at most 128 characters"),
+    "priority": (lambda value: _is_integer(value, -100, 101), "an integer from -100 to 100"),
+    "cache_salt": (lambda value: _is_text(value) and len(value) <= 128, "text of at most 128 characters"),
 }
 
 

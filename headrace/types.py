@@ -53,6 +53,8 @@ class Usage:
     """Proposed tokens that the model chose itself."""
     passes: int
     """Decode passes that the request took part in."""
+    cached_tokens: int = 0
+    """Leading prompt tokens that were not computed again: their keys and values were in a prefix cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,3 +117,9 @@ class ServerStatus:
     peak_rss_bytes: int
     kv_blocks_used: int
     kv_blocks: int
+    kv_blocks_cached: int = 0
+    """Kept for prompts to come, and given up when memory is needed."""
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed again."""
+    preemptions: int = 0
+    """Sequences that gave their blocks up and were computed again."""

@@ -57,6 +57,8 @@ from headrace.request import Request
         ({"prompt": "a", "stop": ["x"] * 17}, "stop must be"),
         ({"prompt": "a", "stop": None}, "stop must be"),
         ({"prompt": "a", "stop_token_ids": [2**32]}, "stop_token_ids must be"),
+        ({"prompt": "a", "priority": 101}, "priority must be an integer from -100 to 100; found 101"),
+        ({"prompt": "a", "cache_salt": "s" * 129}, "cache_salt must be text of at most 128 characters"),
         ({"prompt": "a", "request_id": "r" * 129}, "request_id must be"),
     ],
 )
