@@ -53,13 +53,18 @@ class TokenBatch:
             positions.append(torch.arange(context, context + len(new_tokens)))
         return cls(torch.tensor(tokens, dtype=torch.int64), torch.cat(positions), tuple(segments))
 
-    def keep(self, kept: Sequence[int]) -> tuple[TokenBatch, Tensor]:
-        """A batch of some of the segments, and the rows [tokens kept] that they had here."""
-        rows = torch.cat([torch.arange(s.start, s.start + s.count) for s in (self.segments[i] for i in kept)])
+    def keep(self, counts: Sequence[int]) -> tuple[TokenBatch, Tensor]:
+        """A batch of the first tokens of each segment, and the rows [tokens kept] that they had here.
+
+        Args:
+            counts: how many tokens of each segment are kept; without any, the segment is dropped.
+        """
+        kept = [(segment, count) for segment, count in zip(self.segments, counts, strict=True) if count]
+        rows = torch.cat([torch.arange(segment.start, segment.start + count) for segment, count in kept])
         segments, start = [], 0
-        for segment in (self.segments[i] for i in kept):
-            segments.append(Segment(start, segment.count, segment.context))
-            start += segment.count
+        for segment, count in kept:
+            segments.append(Segment(start, count, segment.context))
+            start += count
         return TokenBatch(self.token_ids[rows], self.positions[rows], tuple(segments)), rows
 
     @property

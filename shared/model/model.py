@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -120,9 +120,9 @@ class Pass:
         """Takes all tokens through one layer."""
         decoder_layer(self._spec, layer, weights, self.hidden, self._rotations[self._spec.ropes[layer]], kv)
 
-    def keep(self, kept: list[int]) -> None:
-        """Drops all sequences but those kept (by their index in the batch)."""
-        self.batch, rows = self.batch.keep(kept)
+    def keep(self, counts: Sequence[int]) -> None:
+        """Drops all tokens but the first of each sequence, as many as `counts` says; see `TokenBatch.keep`."""
+        self.batch, rows = self.batch.keep(counts)
         self.hidden = self.hidden[rows]
         self._rotations = {rope: rotation.rows(rows) for rope, rotation in self._rotations.items()}
 
