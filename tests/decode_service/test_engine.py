@@ -22,7 +22,7 @@ from decode_service.text.output import Emission, TextOutput
 from decode_service.text.stopping import StopConditions
 from decode_service.text.tokenizer import Tokenizer
 from shared.blocks import BlockPool
-from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues
+from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues, token_slots
 from shared.metrics import Identity, Telemetry
 from shared.model.model import Model
 from shared.outlet import Outlet
@@ -48,6 +48,7 @@ class Engine:
     pack: Pack
     scheduler: DecodeScheduler
     telemetry: Telemetry
+    kv: PagedKeyValues
 
     def submit(self, prompt: list[int], sampling: SamplingParams) -> Sequence:
         """A sequence whose prompt is computed in the engine's own passes."""
@@ -82,7 +83,7 @@ async def engine_with(path: Path, draft: Draft) -> AsyncIterator[Engine]:
     engine = DecodeEngine(model, kv, draft, scheduler, telemetry, controller, 16)
     engine.start()
     try:
-        yield Engine(pack, scheduler, telemetry)
+        yield Engine(pack, scheduler, telemetry, kv)
     finally:
         scheduler.close()
         await asyncio.to_thread(engine.join)
@@ -165,3 +166,21 @@ async def test_closing_serves_everything_that_was_submitted(pack: Path) -> None:
     async with engine_with(pack, NoDraft()) as engine:
         sequences = [engine.submit(prompt, SamplingParams()) for prompt in PROMPTS]
     assert [await tokens_of(sequence) for sequence in sequences] == expected(pack, SamplingParams())
+
+
+async def test_blocks_that_are_shared_are_never_written_again(pack: Path) -> None:
+    head = [5, 6, 7, 8] * 9
+    seen: list[tuple[list[int], bytes]] = []
+
+    def looking_on(sequence: Sequence, count: int) -> list[int]:
+        """Proposes nonsense, which is written behind the last token and rejected."""
+        whole = sequence.blocks[: len(head) // BLOCK_TOKENS]
+        slots = token_slots(whole, 0, len(whole) * BLOCK_TOKENS)
+        seen.append((whole, engine.kv.keys[:, slots].numpy().tobytes() + engine.kv.values[:, slots].numpy().tobytes()))
+        return [300] * count
+
+    async with engine_with(pack, ScriptedDraft(looking_on)) as engine:
+        for tail in ([9], [200, 201], [44] * 20):
+            await tokens_of(engine.submit(head + tail, SamplingParams()))
+    assert len(seen) > 10
+    assert all(once == seen[0] for once in seen)

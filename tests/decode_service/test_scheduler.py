@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from decode_service.scheduler import DecodeScheduler
 from decode_service.sequence import Phase, Sequence
 from decode_service.tables import BlockTables
+from decode_service.text.output import Emission
 from shared.blocks import BlockPool
 from shared.errors import CapacityError, InvalidRequestError, UnavailableError
 from tests.decode_service.simulated import Reader, SimulatedEngine, sequence_of
@@ -333,3 +335,140 @@ async def test_a_wait_for_work_ends_when_a_handoff_arrives(reader: Reader) -> No
     taken = asyncio.create_task(asyncio.to_thread(scheduler.next_batch))
     (sequence,) = running_sequences(scheduler, reader, 1)
     assert await taken == [sequence]
+
+
+def running_with(scheduler: DecodeScheduler, reader: Reader, prompt: list[int], max_tokens: int, **fields: Any) -> Any:
+    """A sequence whose prompt is to be computed in passes, if it has been admitted."""
+    sequence = sequence_of(prompt, max_tokens, reader.outlet, lambda: None, **fields)
+    scheduler.submit(sequence)
+    if sequence.phase is Phase.FILLING:
+        scheduler.start(sequence, None)
+    return sequence
+
+
+def grow(scheduler: DecodeScheduler, tokens: int) -> list[Sequence]:
+    """One pass that adds so many tokens to each sequence in it."""
+    batch = scheduler.next_batch(timeout_s=0)
+    assert batch
+    for sequence in batch:
+        sequence.kv_length = len(sequence.tokens)
+        sequence.tokens += [7] * tokens
+    scheduler.pass_done(batch)
+    scheduler.check_integrity()
+    return batch
+
+
+def test_the_youngest_of_the_lowest_priority_gives_way_and_comes_back_where_it_was(reader: Reader) -> None:
+    preempted: list[int] = []
+    scheduler = make_scheduler(overcommit=4.0, batch_limit=4, on_preempted=lambda: preempted.append(1))
+    sequences = [
+        running_with(scheduler, reader, [number] * 8, 30, priority=priority)
+        for number, priority in enumerate([0, 1, 0])
+    ]
+    grow(scheduler, 1)
+    while not preempted:
+        grow(scheduler, 4)
+    youngest = sequences[2]
+    assert (youngest.phase, youngest.blocks, youngest.preemptions) == (Phase.WAITING, [], 1)
+    assert all(sequence.phase is Phase.RUNNING for sequence in sequences[:2])
+    text = list(youngest.tokens)
+    scheduler.leave(sequences[0])
+    assert (youngest.phase, youngest.tokens) == (Phase.FILLING, text)
+    assert youngest.kv_length >= 8, "what nobody else needed meanwhile is still there"
+    assert youngest.cached_tokens == 0, "counted when it came, not when it came back"
+    scheduler.start(youngest, None)
+    assert youngest in grow(scheduler, 1)
+
+
+def test_a_slow_reader_gives_way_before_a_lower_priority_and_waits_until_it_has_caught_up_by_half(
+    reader: Reader,
+) -> None:
+    scheduler = make_scheduler(overcommit=4.0, unread_limit=4)
+    slow_reader = Reader()
+    slow = running_with(scheduler, slow_reader, [1] * 16, 20, priority=5)
+    other = running_with(scheduler, reader, [2] * 16, 20)
+    grow(scheduler, 1)
+    slow.outlet.put(Emission("", [], None), 5)
+    while slow.phase is Phase.RUNNING:
+        assert grow(scheduler, 4) == [other]
+    assert other.phase is Phase.RUNNING
+    scheduler.leave(other)
+    assert scheduler.next_batch(timeout_s=0) == []
+    assert slow.phase is Phase.WAITING
+    slow_reader.catch_up()
+    assert scheduler.next_batch(timeout_s=0) == []
+    assert slow.phase is Phase.FILLING
+    slow_reader.close()
+
+
+def test_memory_is_taken_from_a_lower_priority_for_one_that_comes_and_not_from_an_equal(reader: Reader) -> None:
+    scheduler = make_scheduler()
+    low, middle = (running_with(scheduler, reader, [number] * 15, 8, priority=number) for number in (0, 1))
+    grow(scheduler, 1)
+    equal = running_with(scheduler, reader, [5] * 7, 8, priority=0)
+    grow(scheduler, 1)
+    assert (low.phase, equal.phase) == (Phase.RUNNING, Phase.WAITING)
+    urgent = running_with(scheduler, reader, [9] * 15, 8, priority=2)
+    assert urgent.phase is Phase.WAITING
+    grow(scheduler, 1)
+    assert (urgent.phase, middle.phase, low.phase) == (Phase.FILLING, Phase.RUNNING, Phase.WAITING)
+
+
+def test_nobody_is_preempted_for_one_that_would_not_fit_even_then(reader: Reader) -> None:
+    scheduler = make_scheduler()
+    low = running_with(scheduler, reader, [1] * 7, 8, priority=0)
+    high = running_with(scheduler, reader, [2] * 15, 16, priority=9)
+    grow(scheduler, 1)
+    middle = running_with(scheduler, reader, [3] * 15, 16, priority=5)
+    grow(scheduler, 1)
+    assert (low.phase, high.phase, middle.phase) == (Phase.RUNNING, Phase.RUNNING, Phase.WAITING)
+
+
+def test_a_sequence_that_gives_way_before_its_first_token_is_computed_again(reader: Reader) -> None:
+    scheduler = make_scheduler()
+    sequence = sequence_of([1] * 15, 8, reader.outlet, lambda: None)
+    scheduler.submit(sequence)
+    scheduler.start(sequence, b"features")
+    running_with(scheduler, reader, [2] * 30, 8, priority=1)
+    assert scheduler.next_batch(timeout_s=0) == []
+    assert (sequence.phase, sequence.last_hidden, sequence.kv_length) == (Phase.WAITING, None, 0)
+
+
+@pytest.fixture
+def readers() -> Iterator[list[Reader]]:
+    made = [Reader() for _ in range(20)]
+    yield made
+    for reader in made:
+        reader.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("overcommit", [1.0, 2.0, 8.0])
+def test_everybody_is_served_in_a_bounded_number_of_passes(readers: list[Reader], overcommit: float, seed: int) -> None:
+    chance = random.Random(seed)
+    pool, preempted = BlockPool(BLOCKS, BLOCK_TOKENS), list[int]()
+    scheduler = make_scheduler(
+        pool, overcommit=overcommit, queue_limit=100, draft_tokens=3, on_preempted=lambda: preempted.append(1)
+    )
+    engine = SimulatedEngine(pool, lambda most: chance.randint(0, most))
+    sequences = [
+        sequence_of([chance.randint(0, 1)] * chance.randint(1, 16), chance.randint(8, 32), reader.outlet, lambda: None)
+        for reader in readers
+    ]
+    for sequence in sequences:
+        scheduler.submit(sequence)
+    for _ in range(sum(sequence.most_tokens for sequence in sequences)):
+        for sequence in sequences:
+            if sequence.phase is Phase.FILLING:
+                scheduler.start(sequence, None)
+        if batch := scheduler.next_batch(timeout_s=0):
+            engine.run(batch, 3, chunk_limit=6)
+            scheduler.pass_done(batch)
+            scheduler.check_integrity()
+        for reader in readers:
+            reader.catch_up()
+    assert all(sequence.phase is Phase.ENDED for sequence in sequences)
+    assert all(sequence.remaining_tokens == 0 for sequence in sequences)
+    assert scheduler.blocks_used == 0
+    if overcommit != 2.0:
+        assert (len(preempted) > 0) == (overcommit > 1.0)
