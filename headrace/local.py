@@ -24,7 +24,7 @@ class LocalPlan:
     """Which services to start, and how.
 
     Raises:
-        InputError: no prefill or no decode service, or a draft without the pack that it needs.
+        InputError: no decode service, or a draft without the pack that it needs.
     """
 
     pack: str
@@ -32,6 +32,7 @@ class LocalPlan:
     memory: str
     """Budget of each process, as the services take it: "600MiB", "4GiB"."""
     prefills: int = 1
+    """0: decode services compute prompts themselves, in the same passes (colocated)."""
     decodes: int = 1
     draft: Draft = "ngram"
     draft_pack: str | None = None
@@ -46,9 +47,10 @@ class LocalPlan:
     """For a service to finish what runs and exit, after SIGTERM; longer than the 30 s it gives its own calls."""
 
     def __post_init__(self) -> None:
-        if self.prefills < 1 or self.decodes < 1:
+        if self.prefills < 0 or self.decodes < 1:
             raise InputError(
-                f"at least one prefill and one decode service are needed; found {self.prefills} and {self.decodes}"
+                "at least one decode service is needed, and no fewer than no prefill service; found "
+                f"{self.decodes} and {self.prefills}"
             )
         if self.draft in ("self", "model") and self.draft_pack is None:
             raise InputError(f"draft {self.draft!r} needs a draft pack; none was given")
@@ -59,7 +61,8 @@ class LocalPlan:
 
     def decode_arguments(self, prefill_addresses: Sequence[str]) -> list[str]:
         """The command line of a decode service."""
-        arguments = [*self.decode_command, self.pack, "--prefill", ",".join(prefill_addresses)]
+        arguments = [*self.decode_command, self.pack]
+        arguments += ["--prefill", ",".join(prefill_addresses)] if prefill_addresses else []
         arguments += [*self._common_arguments(), "--draft", self.draft]
         if self.draft_pack is not None:
             arguments += ["--draft-pack", self.draft_pack]

@@ -17,7 +17,13 @@ from headrace.local import Draft, LocalPlan, LocalServices
 messages = Console(stderr=True, highlight=False, soft_wrap=True)
 """For what is not a command's result."""
 
-Prefills = Annotated[int, typer.Option(min=1, help="Prefill processes to start.")]
+DecodeTarget = Annotated[str, typer.Option("--target", help="Decode services: host:port[,host:port] or a gRPC name.")]
+Prefills = Annotated[
+    int | None, typer.Option(min=1, help="Prefill processes to start; by default 1, or none with --colocate.")
+]
+Colocate = Annotated[
+    bool, typer.Option("--colocate", help="No prefill processes: decode computes prompts in its own passes.")
+]
 Decodes = Annotated[int, typer.Option(min=1, help="Decode processes to start.")]
 Memory = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Memory budget of each process, as in 600MiB or 4GiB.")
@@ -32,7 +38,8 @@ def local_plan(
     pack: Path,
     *,
     memory: str | None,
-    prefills: int,
+    prefills: int | None,
+    colocate: bool,
     decodes: int,
     draft: Draft,
     draft_pack: Path | None,
@@ -41,17 +48,19 @@ def local_plan(
     """The services that the options describe.
 
     Raises:
-        InputError: the memory budget is missing, or a pack is not there.
+        InputError: the memory budget is missing, a pack is not there, or options contradict each other.
     """
     if memory is None:
         raise InputError("services that start here need --memory: the budget of each process, as in 2GiB")
+    if colocate and prefills is not None:
+        raise InputError("--colocate means no prefill processes; leave --prefills out")
     for folder in (pack, draft_pack):
         if folder is not None and not folder.is_dir():
             raise InputError(f"{folder} is no pack: there is no such folder; make one with `headrace pack`")
     return LocalPlan(
         pack=str(pack),
         memory=memory,
-        prefills=prefills,
+        prefills=0 if colocate else prefills or 1,
         decodes=decodes,
         draft=draft,
         draft_pack=None if draft_pack is None else str(draft_pack),
@@ -62,7 +71,9 @@ def local_plan(
 @contextlib.contextmanager
 def running(plan: LocalPlan, logs: bool) -> Iterator[LocalServices]:
     """The services of a plan, ready; says so while they start and stop."""
-    names = f"{plan.prefills} prefill and {plan.decodes} decode"
+    names = (
+        f"{plan.prefills} prefill and {plan.decodes} decode" if plan.prefills else f"{plan.decodes} colocated decode"
+    )
     with contextlib.ExitStack() as stack:
         with messages.status(f"starting {names} …"):
             services = stack.enter_context(LocalServices(plan, show_log if logs else None))

@@ -38,7 +38,8 @@ def batch(
         str | None, typer.Option(help="Decode services that run already: host:port[,host:port] or a gRPC name.")
     ] = None,
     pack: Annotated[Path | None, typer.Option(help="Start services for this pack, for the time of the batch.")] = None,
-    prefills: options.Prefills = 1,
+    prefills: options.Prefills = None,
+    colocate: options.Colocate = False,
     decodes: options.Decodes = 1,
     memory: options.Memory = None,
     draft: options.DraftKind = "ngram",
@@ -73,7 +74,7 @@ def batch(
             raise InputError("--timeout and --shift must be longer than nothing, as in 30m or 8h")
         errors = errors_file or errors_path(out_file)
         _require_distinct(in_file, out_file, errors)
-        plan = _plan(target, pack, memory, prefills, decodes, draft, draft_pack, draft_length)
+        plan = _plan(target, pack, memory, prefills, colocate, decodes, draft, draft_pack, draft_length)
         with options.messages.status(f"checking {in_file} …"):
             jobs = read_jobs(in_file)
         with _services(target, plan, logs) as (decodes_target, addresses):
@@ -114,7 +115,8 @@ def _plan(
     target: str | None,
     pack: Path | None,
     memory: str | None,
-    prefills: int,
+    prefills: int | None,
+    colocate: bool,
     decodes: int,
     draft: Draft,
     draft_pack: Path | None,
@@ -129,6 +131,7 @@ def _plan(
         pack,
         memory=memory,
         prefills=prefills,
+        colocate=colocate,
         decodes=decodes,
         draft=draft,
         draft_pack=draft_pack,

@@ -3,39 +3,59 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from headrace.cli import _options as options
+from headrace.local import LocalServices
 
 
 def serve(
     pack: Annotated[Path, typer.Option(help="The packed model to serve.")],
-    prefills: options.Prefills = 1,
+    prefills: options.Prefills = None,
+    colocate: options.Colocate = False,
     decodes: options.Decodes = 1,
     memory: options.Memory = None,
     draft: options.DraftKind = "ngram",
     draft_pack: options.DraftPack = None,
     draft_length: options.DraftLength = None,
     logs: options.Logs = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the addresses as one line of JSON.")] = False,
 ) -> None:
-    """Start services, print their addresses, and drain and stop them on Ctrl-C or SIGTERM."""
+    """Start services, print their addresses, and drain and stop them on Ctrl-C or SIGTERM.
+
+    On one machine, --colocate is usually right: one process, and one read of a layer serves prompts and drafts alike.
+
+    Exit code 0: stopped as asked, and what ran was finished. 1: a service failed. 2: the settings cannot work.
+    """
     with options.told_errors():
         plan = options.local_plan(
             pack,
             memory=memory,
             prefills=prefills,
+            colocate=colocate,
             decodes=decodes,
             draft=draft,
             draft_pack=draft_pack,
             draft_length=draft_length,
         )
         with options.running(plan, logs) as services:
-            for stage, ready in (("prefill", services.prefills), ("decode", services.decodes)):
-                for service in ready:
-                    print(f"{stage} {service.address} metrics {service.metrics}", flush=True)
+            print("\n".join(_told(services, as_json)), flush=True)
             options.messages.print(f"call it with --target {','.join(services.target)}; Ctrl-C drains and stops it")
             with contextlib.suppress(KeyboardInterrupt):
                 services.wait()
+
+
+def _told(services: LocalServices, as_json: bool) -> list[str]:
+    stages = (("prefill", services.prefills), ("decode", services.decodes))
+    found = [(stage, service.address, service.metrics) for stage, ready in stages for service in ready]
+    if not as_json:
+        return [f"{stage} {address} metrics {metrics}" for stage, address, metrics in found]
+    described = [
+        {"stage": stage, "address": address, "metrics": metrics, "pid": pid}
+        for (stage, address, metrics), pid in zip(found, services.pids, strict=True)
+    ]
+    return [json.dumps({"target": ",".join(services.target), "services": described})]

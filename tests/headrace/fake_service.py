@@ -16,7 +16,7 @@ from pathlib import Path
 
 def main() -> None:
     journal, mode, *arguments = sys.argv[1:]
-    stage = "decode" if "--prefill" in arguments else "prefill"
+    stage = "decode" if "--draft" in arguments else "prefill"
 
     def note(event: str) -> None:
         with Path(journal).open("a") as file:

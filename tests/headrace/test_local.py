@@ -86,6 +86,20 @@ def test_decode_is_told_where_prefill_is_and_what_to_draft_with(journal: Path) -
     ]
 
 
+def test_without_prefill_services_decode_is_told_of_none(journal: Path) -> None:
+    with LocalServices(plan(journal, prefills=0)) as services:
+        assert (services.prefills, len(services.addresses)) == ((), 1)
+    started = [line for line in journal.read_text().splitlines() if " started " in line]
+    assert len(started) == 1
+    assert "--prefill" not in started[0]
+
+
+def test_a_plan_without_a_decode_service_is_refused() -> None:
+    for counts in ({"decodes": 0}, {"prefills": -1}):
+        with pytest.raises(InputError, match="at least one decode service"):
+            LocalPlan(pack="PACK", memory="1GiB", **counts)
+
+
 def test_decode_is_stopped_before_prefill(journal: Path) -> None:
     with LocalServices(plan(journal, decodes=2)):
         pass
