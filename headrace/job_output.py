@@ -56,7 +56,9 @@ def _choice(job: Job, answer: Answer) -> dict[str, Any]:
 def _usage(usage: Mapping[str, int]) -> dict[str, Any]:
     prompt, completion = usage["prompt_tokens"], usage["completion_tokens"]
     ours = {name: usage[name] for name in ("draft_tokens", "accepted_tokens", "passes")}
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion} | ours
+    cached = {"prompt_tokens_details": {"cached_tokens": usage["cached_tokens"]}}
+    total = prompt + completion
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total} | cached | ours
 
 
 def _chat_place(place: Mapping[str, Any]) -> dict[str, Any]:

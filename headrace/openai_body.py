@@ -33,6 +33,8 @@ _SAME = (
     "bad_token_ids",
     "ignore_eos",
     "min_tokens",
+    "priority",
+    "cache_salt",
 )
 """Parameters that mean here what they mean there."""
 _WITHOUT_EFFECT = ("user", "metadata")
@@ -133,6 +135,7 @@ _Reader = Callable[[str, Any], dict[str, Any]]
 _EITHER: Mapping[str, _Reader] = {"model": _model}
 _CHAT: Mapping[str, _Reader] = {
     "messages": _messages,
+    "chat_template_kwargs": _as("template_variables"),
     "max_completion_tokens": _as("max_tokens"),
     "logprobs": _as("logprobs"),
     "top_logprobs": _as("top_logprobs"),

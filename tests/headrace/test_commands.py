@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import inspect
 import json
 import signal
 import sys
@@ -16,6 +18,8 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.cli import app
+from headrace.cli.generate import generate
+from headrace.request import Request
 from tests.headrace.fake_decode import FakeDecode, echo, failing, hanging, served
 
 
@@ -78,6 +82,7 @@ async def test_batch_exits_with_1_when_a_line_failed(jobs: Path, tmp_path: Path)
         (("--pack", "."), "need --memory"),
         (("--pack", "absent", "--memory", "1GiB"), "absent is no pack"),
         (("--pack", ".", "--memory", "1GiB", "--draft", "self"), "needs a draft pack"),
+        (("--pack", ".", "--memory", "1GiB", "--colocate", "--prefills", "2"), "leave --prefills out"),
         (("--target", "localhost"), "has no port"),
         (("--target", "127.0.0.1:1", "--shift", "0h"), "longer than nothing"),
         (("--target", "127.0.0.1:1", "--concurrency", "0"), "--concurrency"),
@@ -129,6 +134,97 @@ async def test_generate_streams_to_the_terminal(tmp_path: Path) -> None:
         code, stdout, stderr = await run("generate", "-", "--target", address, "--chat", stdin="How high?")
     assert (code, stdout) == (0, "How high?\n")
     assert "3 prompt tokens, 4 generated (stop)" in stderr
+
+
+async def test_generate_sends_every_option_and_prints_the_answer_as_json() -> None:
+    fake = FakeDecode()
+    numbers = ["--max-tokens", "5", "--min-tokens", "2", "--temperature", "0.5", "--top-k", "3", "--top-p", "0.25"]
+    numbers += ["--min-p", "0.125", "--repetition-penalty", "1.5", "--presence-penalty", "-0.5", "--seed", "7"]
+    numbers += ["--frequency-penalty", "0.75", "--logit-bias", "8=-100", "--logit-bias", "9=2.5", "--priority", "-3"]
+    lists = ["--bad-token-id", "3", "--bad-token-id", "4", "--stop", "end", "--stop", "fin", "--stop-token-id", "9"]
+    rest = ["--ignore-eos", "--logprobs", "--top-logprobs", "1", "--cache-salt", "s", "--request-id", "r1", "--json"]
+    async with served(fake) as address:
+        code, stdout, stderr = await run("generate", "Water", "--target", address, *numbers, *lists, *rest)
+        assert (await run("generate", "4, 5", "--token-ids", "--target", address))[0] == 0
+    assert (code, stderr) == (0, "")
+    found = json.loads(stdout)
+    assert (found["text"], found["token_ids"]) == ("Water", [1, 2, 3, 4])
+    assert (found["finish_reason"], found["seed"]) == ("stop", 7)
+    assert found["logprobs"] == [{"logprob": -0.5, "top": [[9, -0.25]]}] * 4
+    assert found["usage"]["accepted_tokens"] == 2
+    request, second = fake.requests
+    sampling, stopping = request.sampling, request.stopping
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 3, 0.25, 0.125)
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.5, -0.5, 0.75)
+    assert (dict(sampling.logit_bias), list(sampling.bad_token_ids)) == ({8: -100, 9: 2.5}, [3, 4])
+    assert (stopping.max_tokens, stopping.min_tokens, stopping.ignore_eos) == (5, 2, True)
+    assert (list(stopping.strings), list(stopping.token_ids)) == (["end", "fin"], [9])
+    assert (request.priority, request.cache_salt, request.request_id) == (-3, "s", "r1")
+    assert list(second.prompt.tokens.ids) == [4, 5]
+
+
+def test_generate_offers_every_field_of_a_request_but_those_that_are_documents() -> None:
+    structured = {"tools", "documents", "template_variables"}
+    offered = set(inspect.signature(generate).parameters)
+    renamed = {"bad_token_ids": "bad_token_id", "stop_token_ids": "stop_token_id", "messages": "chat"}
+    fields = {renamed.get(field.name, field.name) for field in dataclasses.fields(Request)}
+    assert fields - offered - structured == set()
+
+
+async def test_a_conversation_keeps_its_history_until_it_is_started_over() -> None:
+    fake = FakeDecode()
+    said = "Hi\n\n  You\n/new\nAgain\n/exit\nnever\n"
+    async with served(fake) as address:
+        command = ("generate", "--chat", "--system", "Be brief.", "--target", address, "--max-tokens", "3")
+        code, stdout, stderr = await run(*command, stdin=said)
+    assert (code, stderr) == (0, "")
+    assert stdout == "Be brief.Hi\nBe brief.HiBe brief.HiYou\nBe brief.Again\n"  # the service echoes all it was told
+    turns = [[(turn.role, turn.content) for turn in request.prompt.chat.messages] for request in fake.requests]
+    system = ("system", "Be brief.")
+    assert turns == [
+        [system, ("user", "Hi")],
+        [system, ("user", "Hi"), ("assistant", "Be brief.Hi"), ("user", "You")],
+        [system, ("user", "Again")],
+    ]
+    assert all(request.stopping.max_tokens == 3 for request in fake.requests)
+
+
+async def test_ctrl_c_stops_an_answer_and_leaves_it_out_of_the_conversation() -> None:
+    async def first_hangs(request: Any, context: Any) -> AsyncIterator[Any]:
+        async for event in hanging(request, context) if len(fake.requests) == 1 else echo(request, context):
+            yield event
+
+    fake = FakeDecode(first_hangs)
+    async with served(fake) as address:
+        process = await start("generate", "--chat", "--target", address)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"Long\n")
+        assert await process.stdout.readexactly(3) == b"Wat"
+        process.send_signal(signal.SIGINT)
+        await fake.cancelled.wait()
+        stdout, stderr = await process.communicate(b"Short\n")
+    assert (process.returncode, stdout) == (0, b"Short\n"), stderr
+    assert [turn.content for turn in fake.requests[1].prompt.chat.messages] == ["Short"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "give a prompt, or --chat"),
+        (("--chat", "--json"), "--json is for one answer"),
+        (("x", "--system", "y"), "--system needs --chat"),
+        (("1", "--chat", "--token-ids"), "exclude each other"),
+        (("1 b", "--token-ids"), "the prompt is numbers"),
+        (("x", "--logit-bias", "8"), "is not ID=BIAS"),
+        (("x", "--top-p", "0"), "top_p must be above 0"),
+        (("x", "--top-logprobs", "2"), "logprobs is not set"),
+    ],
+)
+def test_generate_says_what_is_wrong_with_its_options(arguments: tuple[str, ...], says: str) -> None:
+    result = CliRunner().invoke(app, ["generate", "--target", "127.0.0.1:1", *arguments])
+    assert result.exit_code == 2
+    assert says in result.stderr
 
 
 async def test_generate_shows_a_chunk_before_the_answer_ends_and_ctrl_c_cancels_the_call() -> None:
