@@ -23,8 +23,9 @@ from bench.machine import Machine, Reading, read_direct, this_machine
 from bench.report import show_table, write_json
 from shared.pack.reader import Pack
 from shared.streaming.files import DataFile
+from shared.streaming.loader import READ_BYTES, split
 from shared.streaming.plan import Residency
-from shared.streaming.ring import READ_BYTES, Ring, Slot, split
+from shared.streaming.ring import Ring, Slot
 from shared.streaming.stream import LayerStream
 from shared.tensors import aligned_buffer
 

@@ -48,8 +48,8 @@ from shared.model.batch import TokenBatch  # noqa: E402
 from shared.model.model import Model  # noqa: E402
 from shared.pack.format import matrix_shapes  # noqa: E402
 from shared.pack.reader import Pack  # noqa: E402
+from shared.streaming.loader import READERS, split  # noqa: E402
 from shared.streaming.plan import Residency  # noqa: E402
-from shared.streaming.ring import READERS, split  # noqa: E402
 from shared.tensors import aligned_buffer  # noqa: E402
 
 QUICK_PACK = Path("build/smollm2-135m-int8")

@@ -93,6 +93,8 @@ def prefill_demand(pack: Pack, settings: PrefillSettings, runtime_bytes: int) ->
         transfer_bytes=settings.spool_bytes,
         layers=pack.spec.layers,
         layer_bytes=pack.layer_layout.data_bytes,
+        experts=pack.spec.layers * pack.experts_per_layer,
+        expert_bytes=pack.expert_bytes,
     )
 
 
@@ -115,6 +117,8 @@ def decode_demand(pack: Pack, draft: DraftPack | None, settings: DecodeSettings,
         transfer_bytes=settings.batch * FRAMES_IN_FLIGHT * FRAME_BYTES if settings.receives else 0,
         layers=spec.layers,
         layer_bytes=pack.layer_layout.data_bytes,
+        experts=pack.spec.layers * pack.experts_per_layer,
+        expert_bytes=pack.expert_bytes,
         kv_block_bytes=kv_block_bytes(pack, draft),
         fewest_kv_blocks=min(sequence_blocks, FEWEST_KV_TOKENS // BLOCK_TOKENS),
         most_kv_blocks=settings.batch * sequence_blocks,

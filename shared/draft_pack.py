@@ -61,7 +61,7 @@ class DraftPack:
     def weight_bytes(self) -> int:
         """Memory of its weights; a draft is never streamed."""
         outer_bytes = 0 if self.shares_outer else self.pack.outer_bytes
-        return outer_bytes + self.pack.spec.layers * self.pack.layer_layout.data_bytes
+        return outer_bytes + self.pack.layers_bytes
 
     @property
     def block_bytes(self) -> int:

@@ -15,15 +15,32 @@ from shared.streaming.plan import MemoryPlan
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertTraffic:
+    """The experts of a model that has some."""
+
+    count: int
+    """In each layer."""
+    chosen: int
+    """For each token."""
+    expert_bytes: int
+
+    def needed(self, rows: int) -> float:
+        """Experts that a layer is expected to need for that many tokens."""
+        return distinct_experts(self.count, self.chosen, rows)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpeed:
     """A model on this machine: its sizes, and the times of its parts by the rows of a pass."""
 
     layers: int
     layer_bytes: int
     layer_parameters: int
+    """That a token goes through."""
     output_parameters: int
     layer_s: Mapping[int, float]
     output_s: Mapping[int, float]
+    experts: ExpertTraffic | None = None
 
     def compute_s(self, rows: int, scored: int) -> float:
         """Products of a pass, of whose rows `scored` need logits."""
@@ -32,6 +49,14 @@ class ModelSpeed:
     def operations(self, rows: int, scored: int) -> float:
         """Multiplications and additions of the same."""
         return 2.0 * (self.layers * self.layer_parameters * rows + self.output_parameters * scored)
+
+    def weight_bytes(self, rows: int) -> float:
+        """Weights of all layers that a pass computes with."""
+        return self.layers * self.layer_bytes + self.expert_bytes(rows)
+
+    def expert_bytes(self, rows: int) -> float:
+        """The part of them that are experts."""
+        return self.layers * self.experts.needed(rows) * self.experts.expert_bytes if self.experts else 0.0
 
     @property
     def peak_operations_per_s(self) -> float:
@@ -112,6 +137,14 @@ def expected_tokens(acceptance: float, length: int) -> float:
     return sum(acceptance**accepted for accepted in range(length + 1))
 
 
+def distinct_experts(count: int, chosen: int, rows: int) -> float:
+    """Experts of a layer that some rows are expected to need, if each were as likely as any other.
+
+    Real routers prefer some: then there are fewer.
+    """
+    return count * (1 - (1 - chosen / count) ** rows)
+
+
 def at_rows(seconds: Mapping[int, float], rows: int) -> float:
     """Time at a number of rows: straight lines between measured ones, and through zero beyond the last."""
     known = sorted(seconds)
@@ -134,11 +167,12 @@ def _forecast(
     tokens: float,
 ) -> Forecast:
     streamed_bytes = (model.layers - len(plan.residency.resident)) * model.layer_bytes
+    streamed_bytes += round(model.expert_bytes(rows) * (1 - plan.kept_share))
     read_s, compute_s = streamed_bytes / machine.disk_bytes_per_s, model.compute_s(rows, scored)
     ahead_s = min(draft_s, plan.residency.slots * model.layer_bytes / machine.disk_bytes_per_s)
     limits = {
         "disk": read_s,
-        "memory": model.layers * model.layer_bytes / machine.memory_bytes_per_s,
+        "memory": model.weight_bytes(rows) / machine.memory_bytes_per_s,
         "arithmetic": model.operations(rows, scored) / model.peak_operations_per_s,
     }
     limited_by = max(limits, key=lambda name: limits[name])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shared.calibration import Calibration
-from shared.forecast import Forecast, Machine, ModelSpeed, Speculation, decode_forecast, prefill_forecast
+from shared.forecast import ExpertTraffic, Forecast, Machine, ModelSpeed, Speculation, decode_forecast, prefill_forecast
 from shared.kv.paged import BLOCK_TOKENS
-from shared.pack.format import matrix_shapes
+from shared.pack.format import matrix_shapes, mlp_shapes
 from shared.pack.reader import Pack
 from shared.streaming.plan import Demand, MemoryPlan, mebibytes, plan_memory
 
@@ -70,22 +70,30 @@ def prospect(budget_bytes: int, demand: Demand, outlook: Outlook) -> Prospect:
 def model_speed(pack: Pack, calibration: Calibration) -> ModelSpeed:
     """A pack's model with its calibrated times."""
     spec = pack.spec
+    chosen = spec.experts.chosen if spec.experts else 0
     return ModelSpeed(
         layers=spec.layers,
         layer_bytes=pack.layer_layout.data_bytes,
-        layer_parameters=sum(rows * columns for rows, columns in matrix_shapes(spec).values()),
+        layer_parameters=_parameters(matrix_shapes(spec)) + chosen * _parameters(mlp_shapes(spec)),
         output_parameters=spec.vocab_size * spec.hidden_size,
         layer_s=calibration.layer_s,
         output_s=calibration.output_s,
+        experts=ExpertTraffic(count=pack.experts_per_layer, chosen=chosen, expert_bytes=pack.expert_bytes)
+        if chosen
+        else None,
     )
+
+
+def _parameters(shapes: Mapping[str, tuple[int, int]]) -> int:
+    return sum(rows * columns for rows, columns in shapes.values())
 
 
 def _advice(plan: MemoryPlan, outlook: Outlook) -> list[str]:
     demand = plan.demand
-    if len(plan.residency.resident) == demand.layers:
+    if plan.everything_stays:
         return ["Every layer stays in memory; more memory only holds more sequences."]
     # KV takes up to half of what is left, and no more than it can use.
-    layers_bytes = demand.layers * demand.layer_bytes
+    layers_bytes = demand.layers * demand.layer_bytes + demand.experts * demand.expert_bytes
     kv_bytes = min(layers_bytes, demand.most_kv_blocks * demand.kv_block_bytes)
     enough_bytes = demand.fixed_bytes + layers_bytes + kv_bytes
     larger = [size for factor in (1.5, 2.0) if (size := int(plan.budget_bytes * factor)) < enough_bytes]
@@ -100,4 +108,5 @@ def _gain(plan: MemoryPlan, larger: MemoryPlan, outlook: Outlook) -> str:
         return ""
     rates = ", ".join(f"{after.tokens_per_s:.3g} tokens/s at batch {after.batch}" for _, after in pairs)
     resident, layers = len(larger.residency.resident), larger.demand.layers
-    return f"With {mebibytes(larger.budget_bytes)}, {resident} of {layers} layers stay in memory: {rates}."
+    experts = f" and {larger.kept_share:.0%} of the experts" if larger.demand.experts else ""
+    return f"With {mebibytes(larger.budget_bytes)}, {resident} of {layers} layers{experts} stay in memory: {rates}."

@@ -12,12 +12,14 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from shared.model.layers import ROW_CHUNK, LayerWeights
+from shared.forecast import distinct_experts
+from shared.model.layers import LayerWeights
+from shared.model.mlp import ROW_CHUNK, Mlp
 from shared.pack.format import bind
 from shared.pack.reader import Pack
 from shared.quant.products import linear
 from shared.streaming.files import DataFile
-from shared.streaming.ring import READ_BYTES, READERS
+from shared.streaming.loader import READ_BYTES, READERS
 from shared.tensors import aligned_buffer, byte_view
 
 ROWS = (1, 8, 32, 128, 512)
@@ -31,7 +33,8 @@ FEWEST_TRIES = 3
 
 def disk_bytes_per_s(pack: Pack) -> float:
     """Bandwidth of the pack's own layer files, past the page cache, with the ring's block size and reader threads."""
-    buffer, size = _layer_buffer(pack), pack.layer_layout.data_bytes
+    size = pack.layer_layout.data_bytes
+    buffer = _touched(size)
     parts = [(buffer[at : at + READ_BYTES], at) for at in range(0, size, READ_BYTES)]
     files = [_open(pack, layer) for layer in range(pack.spec.layers)]
     try:
@@ -53,17 +56,20 @@ def memory_bytes_per_s() -> float:
 
 
 def layer_seconds(pack: Pack) -> dict[int, float]:
-    """Rows -> seconds for all matrix products of one layer, in chunks as a pass has them."""
-    buffers = [_layer_buffer(pack) for _ in range(_copies(pack))]
-    file = _open(pack, 0)
-    try:
-        file.read(byte_view(buffers[0]), 0)
-    finally:
-        file.close()
-    for buffer in buffers[1:]:
-        buffer.copy_(buffers[0])
-    layers = [LayerWeights.of(bind(buffer, pack.layer_layout), pack.scheme) for buffer in buffers]
-    return {rows: _layer_s(pack, layers, rows) for rows in ROWS}
+    """Rows -> seconds for all matrix products of one layer, in chunks as a pass has them.
+
+    Of experts, as many as that number of rows is expected to need, with evenly many rows each.
+    """
+    layers = [
+        LayerWeights.of(bind(buffer, pack.layer_layout), pack.scheme)
+        for buffer in _copies(_open(pack, 0), pack.layer_layout.data_bytes, pack.spec.layers)
+    ]
+    experts: list[Mlp] = []
+    if pack.spec.experts:
+        file = DataFile(pack.experts_path(0), pack.experts_layout, pack.experts_digest(0), "layer 0, experts")
+        buffers = _copies(file, pack.expert_bytes, pack.spec.layers * pack.experts_per_layer)
+        experts = [Mlp.of(bind(buffer, pack.expert_layout), "", pack.scheme) for buffer in buffers]
+    return {rows: _layer_s(pack, layers, experts, rows) for rows in ROWS}
 
 
 def output_seconds(pack: Pack) -> dict[int, float]:
@@ -75,31 +81,59 @@ def output_seconds(pack: Pack) -> dict[int, float]:
         return {rows: _typical_s([partial(linear, x, weight)], PRODUCT_S) for rows, x in inputs.items()}
 
 
-def _layer_s(pack: Pack, layers: Sequence[LayerWeights], rows: int) -> float:
+def _layer_s(pack: Pack, layers: Sequence[LayerWeights], experts: Sequence[Mlp], rows: int) -> float:
     spec, dtype = pack.spec, pack.scheme.compute_dtype
     chunk = min(rows, ROW_CHUNK)
     hidden, attended, gated = (
         torch.randn(chunk, size).to(dtype) for size in (spec.hidden_size, spec.query_size, spec.intermediate_size)
     )
 
+    rotating = cycle(experts)
+    groups = _expert_rows(pack, rows)
+
+    def mlp_products(mlp: Mlp, its_rows: int) -> None:
+        mlp.gate_up(hidden[:its_rows])
+        mlp.down(gated[:its_rows])
+
     def products(layer: LayerWeights) -> None:
         for _ in range(-(-rows // chunk)):
             layer.qkv(hidden)
             layer.attention_output(attended)
-            layer.gate_up(hidden)
-            layer.down(gated)
+            if layer.mlp is not None:
+                mlp_products(layer.mlp, chunk)
+        for its_rows in groups:
+            mlp_products(next(rotating), its_rows)
 
     with torch.inference_mode():
         return _typical_s([partial(products, layer) for layer in layers], PRODUCT_S)
 
 
-def _copies(pack: Pack) -> int:
-    return min(pack.spec.layers, max(2, -(-BEYOND_CACHES_BYTES // pack.layer_layout.data_bytes)))
+def _expert_rows(pack: Pack, rows: int) -> list[int]:
+    """The rows of each product with an expert in one layer: none without experts."""
+    experts = pack.spec.experts
+    if experts is None:
+        return []
+    count = max(1, round(distinct_experts(experts.count, experts.chosen, rows)))
+    its_rows = -(-rows * experts.chosen // count)
+    chunks = [min(ROW_CHUNK, its_rows - start) for start in range(0, its_rows, ROW_CHUNK)]
+    return chunks * count
 
 
-def _layer_buffer(pack: Pack) -> Tensor:
-    """Room for a layer, every page touched: the first touch is no part of a measurement."""
-    return aligned_buffer(pack.layer_layout.data_bytes).fill_(0)
+def _copies(file: DataFile, size_bytes: int, most: int) -> list[Tensor]:
+    """The beginning of a file's data, as often as it takes to exceed the caches."""
+    buffers = [_touched(size_bytes) for _ in range(min(most, max(2, -(-BEYOND_CACHES_BYTES // size_bytes))))]
+    try:
+        file.read(byte_view(buffers[0]), 0)
+    finally:
+        file.close()
+    for buffer in buffers[1:]:
+        buffer.copy_(buffers[0])
+    return buffers
+
+
+def _touched(size_bytes: int) -> Tensor:
+    """Room, every page touched: the first touch is no part of a measurement."""
+    return aligned_buffer(size_bytes).fill_(0)
 
 
 def _open(pack: Pack, layer: int) -> DataFile:

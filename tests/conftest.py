@@ -34,6 +34,12 @@ class TinyCheckpoint(Protocol):
     def __call__(self, **checkpoint: Any) -> Path: ...
 
 
+class FamilyPack(Protocol):
+    """Packs a tiny random model of a family once per session, scheme and case (`tests.shared.model.families`)."""
+
+    def __call__(self, scheme: str, case: str) -> Path: ...
+
+
 @pytest.fixture(scope="session")
 def smollm2_pack(tmp_path_factory: pytest.TempPathFactory) -> Smollm2Pack:
     folder = tmp_path_factory.mktemp("smollm2")
@@ -59,6 +65,21 @@ def tiny_pack(tmp_path_factory: pytest.TempPathFactory, tiny_model: TinyCheckpoi
     @cache
     def make(scheme: str, **checkpoint: Any) -> Path:
         return pack(tiny_model(**checkpoint), tmp_path_factory.mktemp("tiny") / scheme, scheme)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def family_pack(tmp_path_factory: pytest.TempPathFactory) -> FamilyPack:
+    from tests.shared.model.families import family_checkpoint
+
+    @cache
+    def checkpoint(case: str) -> Path:
+        return family_checkpoint(tmp_path_factory.mktemp("checkpoint"), case)
+
+    @cache
+    def make(scheme: str, case: str) -> Path:
+        return pack(checkpoint(case), tmp_path_factory.mktemp("family") / scheme, scheme)
 
     return make
 

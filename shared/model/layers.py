@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, silu
 
+from shared.model.experts import ExpertWeights, mixture
+from shared.model.mlp import ACTIVATIONS, Linear, Mlp, row_chunks
 from shared.model.rotary import Rotation
-from shared.model.spec import Activation, AttentionRule, ModelSpec
+from shared.model.spec import AttentionRule, ModelSpec
 from shared.quant.schemes import Scheme
-
-ROW_CHUNK = 256
-"""Rows that go through projections and MLP at once: bounds workspace whatever the batch."""
-
-ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": silu,
-    "gelu_tanh": lambda gate: gelu(gate, approximate="tanh"),
-}
 
 
 class KeyValues(Protocol):
@@ -39,22 +32,8 @@ class KeyValues(Protocol):
 
 
 @dataclass(frozen=True)
-class Linear:
-    """A stored matrix with its optional bias, ready to multiply."""
-
-    scheme: Scheme
-    components: Mapping[str, Tensor]
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, in] -> [rows, out]."""
-        product = self.scheme.product(x, self.components)
-        return product if self.bias is None else product + self.bias
-
-
-@dataclass(frozen=True)
 class LayerWeights:
-    """Views of one layer's tensors, made once per buffer that holds a layer. Norms that a model lacks are None."""
+    """Views of one layer's tensors, made once per buffer that holds a layer. What a model lacks is None."""
 
     attention_norm: Tensor | None
     qkv: Linear
@@ -63,46 +42,59 @@ class LayerWeights:
     attention_output: Linear
     attention_post_norm: Tensor | None
     mlp_norm: Tensor | None
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp | None
+    """None where the layer has experts in its place."""
+    router: Tensor | None
+    """[experts, hidden_size]."""
     mlp_post_norm: Tensor | None
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], scheme: Scheme) -> LayerWeights:
         """From a layer's tensors by their stored names (`shared.pack.format`)."""
 
-        def linear(name: str) -> Linear:
-            prefix = f"{name}."
-            parts = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-            return Linear(scheme, {key: value for key, value in parts.items() if key != "bias"}, parts.get("bias"))
-
+        router = tensors.get("router.weight")
         return cls(
             attention_norm=tensors.get("attention_norm.weight"),
-            qkv=linear("attention.qkv"),
+            qkv=Linear.of(tensors, "attention.qkv", scheme),
             query_norm=tensors.get("query_norm.weight"),
             key_norm=tensors.get("key_norm.weight"),
-            attention_output=linear("attention.output"),
+            attention_output=Linear.of(tensors, "attention.output", scheme),
             attention_post_norm=tensors.get("attention_post_norm.weight"),
             mlp_norm=tensors.get("mlp_norm.weight"),
-            gate_up=linear("mlp.gate_up"),
-            down=linear("mlp.down"),
+            mlp=Mlp.of(tensors, "mlp.", scheme) if router is None else None,
+            router=router,
             mlp_post_norm=tensors.get("mlp_post_norm.weight"),
         )
 
 
 def decoder_layer(
-    spec: ModelSpec, layer: int, weights: LayerWeights, hidden: Tensor, rotation: Rotation, kv: KeyValues
+    spec: ModelSpec,
+    layer: int,
+    weights: LayerWeights,
+    hidden: Tensor,
+    rotation: Rotation,
+    kv: KeyValues,
+    experts: ExpertWeights | None = None,
 ) -> None:
-    """Takes all tokens of a pass through one layer, updating `hidden` [tokens, hidden_size] in place."""
+    """Takes all tokens of a pass through one layer, updating `hidden` [tokens, hidden_size] in place.
+
+    Args:
+        experts: where the layer's experts are, if it has any.
+    """
     activation, residual = ACTIVATIONS[spec.activation], spec.multipliers.residual
     attended = kv.attend(layer, spec.attention_rules[layer], *_project(spec, weights, hidden, rotation))
-    for rows in _row_chunks(len(hidden)):
+    for rows in row_chunks(len(hidden)):
         chunk = hidden[rows]
         output = weights.attention_output(attended[rows].flatten(1))
         chunk.add_(norm(spec, output, weights.attention_post_norm), alpha=residual)
-        gate, up = weights.gate_up(norm(spec, chunk, weights.mlp_norm)).chunk(2, dim=-1)
-        output = weights.down(activation(gate) * up)
-        chunk.add_(norm(spec, output, weights.mlp_post_norm), alpha=residual)
+        if weights.mlp is not None:
+            output = weights.mlp(norm(spec, chunk, weights.mlp_norm), activation)
+            chunk.add_(norm(spec, output, weights.mlp_post_norm), alpha=residual)
+    if weights.router is not None:
+        if experts is None:
+            raise ValueError("a layer with a router needs experts")
+        del attended  # what the experts work in takes its place
+        _add_mixture(spec, layer, weights, weights.router, hidden, experts)
 
 
 def norm(spec: ModelSpec, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -120,20 +112,31 @@ def norm(spec: ModelSpec, x: Tensor, weight: Tensor | None) -> Tensor:
     return scaled.flatten(1)
 
 
+def _add_mixture(
+    spec: ModelSpec, layer: int, weights: LayerWeights, router: Tensor, hidden: Tensor, experts: ExpertWeights
+) -> None:
+    """Adds what the experts make of each token. All tokens are routed first, so that each expert is brought once."""
+    inputs = torch.empty_like(hidden)
+    for rows in row_chunks(len(hidden)):
+        inputs[rows] = norm(spec, hidden[rows], weights.mlp_norm)
+    outputs = mixture(spec, layer, inputs, router, experts)
+    for rows in row_chunks(len(hidden)):
+        output = norm(spec, outputs[rows].to(hidden.dtype), weights.mlp_post_norm)
+        hidden[rows].add_(output, alpha=spec.multipliers.residual)
+
+
 def _project(
     spec: ModelSpec, weights: LayerWeights, hidden: Tensor, rotation: Rotation
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated queries and keys, and values: [tokens, heads or kv_heads, head_dim] each."""
     tokens, sizes = len(hidden), (spec.query_size, spec.kv_size, spec.kv_size)
     queries, keys, values = (hidden.new_empty(tokens, size // spec.head_dim, spec.head_dim) for size in sizes)
-    for rows in _row_chunks(tokens):
+    for rows in row_chunks(tokens):
         q, k, v = weights.qkv(norm(spec, hidden[rows], weights.attention_norm)).split(sizes, dim=-1)
         q, k = norm(spec, q, weights.query_norm), norm(spec, k, weights.key_norm)
+        if spec.qkv_clip is not None:
+            q, k, v = (part.clamp(-spec.qkv_clip, spec.qkv_clip) for part in (q, k, v))
         q, k, v = (part.unflatten(-1, (-1, spec.head_dim)) for part in (q, k, v))
         turn = rotation.rows(rows)
         queries[rows], keys[rows], values[rows] = turn.apply(q), turn.apply(k), v
     return queries, keys, values
-
-
-def _row_chunks(tokens: int) -> Iterator[slice]:
-    return (slice(start, start + ROW_CHUNK) for start in range(0, tokens, ROW_CHUNK))

@@ -49,6 +49,8 @@ class Model:
             else EmbeddingFile(pack.outer_path, pack.outer_layout.data_start, pack.embedding)
         )
         self._stream = LayerStream(pack, residency, verify_always=verify_always)
+        self.experts = self._stream.experts
+        """Where the layers' experts come from, in a model that has some."""
         self.health = EngineHealth()
         """Of the engine that runs this model."""
 
@@ -69,12 +71,14 @@ class Model:
         self.health.recovered()
 
     def probe(self) -> None:
-        """Reads every streamed layer once, and a row of the embedding, to see whether that works.
+        """Reads every streamed layer, a row of the embedding, and experts that were lost, to see whether that works.
 
         Raises:
             DataLossError, UnavailableError: it does not.
         """
         self.embed(torch.zeros(1, dtype=torch.int64))
+        if self.experts:
+            self.experts.bring_lost()
         for _ in self.walk():
             pass
 
@@ -114,11 +118,13 @@ class Pass:
         self.hidden = model.embed(batch.token_ids)
         """[tokens, hidden_size]."""
         self._spec = model.spec
+        self._experts = model.experts
         self._rotations = {rope: rotation(rope, batch.positions, model.dtype) for rope in set(model.spec.ropes)}
 
     def compute(self, layer: int, weights: LayerWeights, kv: KeyValues) -> None:
         """Takes all tokens through one layer."""
-        decoder_layer(self._spec, layer, weights, self.hidden, self._rotations[self._spec.ropes[layer]], kv)
+        rotation = self._rotations[self._spec.ropes[layer]]
+        decoder_layer(self._spec, layer, weights, self.hidden, rotation, kv, self._experts)
 
     def keep(self, counts: Sequence[int]) -> None:
         """Drops all tokens but the first of each sequence, as many as `counts` says; see `TokenBatch.keep`."""

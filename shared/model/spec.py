@@ -16,6 +16,8 @@ QkNorm = Literal["none", "head", "projection"]
 
 MOST_LAYERS = 4096
 """More than any model has; bounds what a damaged description can make us allocate."""
+MOST_EXPERTS = 65_536
+"""The same for the experts of all layers together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,20 @@ class Multipliers:
     residual: float = 1.0
     """Of what attention and MLP add."""
     logits: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Several MLPs in each layer, of which a router chooses a few for each token (arXiv 1701.06538)."""
+
+    count: int
+    """In each layer."""
+    chosen: int
+    """Experts that a token goes through: those with the highest probabilities."""
+    normalized: bool
+    """The weights of the chosen ones, their probabilities, are scaled to a sum of 1."""
+    rounded: bool
+    """Weights are rounded to the compute dtype before they are used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +90,7 @@ class ModelSpec:
 
     hidden_size: int
     intermediate_size: int
+    """Of the MLP, or of each expert."""
     layers: int
     heads: int
     kv_heads: int
@@ -97,6 +114,8 @@ class ModelSpec:
     """Norms multiply by 1 + weight."""
     qk_norm: QkNorm = "none"
     """Queries and keys are normalized before rotation: each head alone, or all heads together."""
+    qkv_clip: float | None = None
+    """Queries, keys and values are clamped to ± this before rotation."""
     rotated_dimensions: int | None = None
     """Leading dimensions of a head that are rotated; None: all."""
     rope_divisors: tuple[float, ...] = ()
@@ -109,6 +128,8 @@ class ModelSpec:
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     multipliers: Multipliers = field(default_factory=Multipliers)
+    experts: Experts | None = None
+    """In place of every layer's MLP."""
 
     def __post_init__(self) -> None:
         for name in _POSITIVE_INTEGERS:
@@ -130,6 +151,23 @@ class ModelSpec:
             if getattr(self, name) not in choices:
                 raise UnsupportedModelError(f"model field {name} is {getattr(self, name)!r}; known are {choices}")
         self._check_attention()
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        experts = self.experts
+        if experts is None:
+            return
+        if not 1 <= experts.chosen <= experts.count:
+            raise UnsupportedModelError(
+                f"a token goes through {experts.chosen} of {experts.count} experts; it must be at least 1, and no more "
+                "than there are"
+            )
+        if experts.count * self.layers > MOST_EXPERTS:
+            raise UnsupportedModelError(
+                f"{self.layers} layers of {experts.count} experts are more than the {MOST_EXPERTS:,} that are loaded"
+            )
+        if self.mlp_bias:
+            raise UnsupportedModelError("experts with biases are not known")
 
     def _check_attention(self) -> None:
         if self.heads % self.kv_heads:
@@ -212,7 +250,8 @@ _POSITIVE_INTEGERS = (
     "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim", "vocab_size", "context_length",
 )  # fmt: skip
 _POSITIVE_NUMBERS = (
-    "norm_epsilon", "rope_theta", "rope_amplitude", "attention_scale", "attention_soft_cap", "logit_soft_cap",
+    "norm_epsilon", "rope_theta", "rope_amplitude", "qkv_clip", "attention_scale", "attention_soft_cap",
+    "logit_soft_cap",
 )  # fmt: skip
 _CHOICES = {"activation": get_args(Activation), "norms": get_args(NormPlacement), "qk_norm": get_args(QkNorm)}
 _ALWAYS_STORED = ("attention_bias", "mlp_bias")

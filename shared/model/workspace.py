@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from shared.model.attention import QUERY_CHUNK
-from shared.model.layers import ROW_CHUNK
+from shared.model.mlp import ROW_CHUNK
 from shared.model.spec import ModelSpec
 from shared.quant.schemes import Scheme
 

@@ -6,12 +6,24 @@ Pieces are made one matrix at a time and handed on at once, so memory holds abou
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 
 import torch
 from torch import Tensor
 
-from shared.pack.format import FUSED, FileLayout, has_bias, layer_layout, norm_shapes, outer_layout
+from shared.pack.format import (
+    EXPERT_FUSED,
+    FileLayout,
+    expert_layout,
+    expert_prefixes,
+    experts_layout,
+    fused_matrices,
+    has_bias,
+    layer_layout,
+    norm_shapes,
+    outer_layout,
+    router_shapes,
+)
 from shared.pack.sources.source import Source
 from shared.quant.schemes import Scheme
 
@@ -30,6 +42,29 @@ def layer_file_pieces(source: Source, layer: int, scheme: Scheme, digests: Encod
     return _file_pieces(layer_layout(source.spec, scheme), _layer_tensors(source, layer, scheme, digests))
 
 
+def experts_file_pieces(
+    source: Source, layer: int, scheme: Scheme, digests: EncodedDigests, expert_sha256: list[str]
+) -> Iterator[memoryview]:
+    """The bytes of the file of a layer's experts, in order, an expert at a time.
+
+    Args:
+        expert_sha256: takes the SHA-256 of each expert's bytes as it has gone by.
+    """
+    layout = expert_layout(source.spec, scheme)
+    yield memoryview(experts_layout(source.spec, scheme).header())
+    for expert in expert_prefixes(source.spec):
+        digest = hashlib.sha256()
+        tensors = (
+            tensor
+            for stored, parts in EXPERT_FUSED.items()
+            for tensor in _fused(source, layer, scheme, digests, stored, [f"{expert}.{part}" for part in parts])
+        )
+        for piece in _data_pieces(layout, tensors):
+            digest.update(piece)
+            yield piece
+        expert_sha256.append(digest.hexdigest())
+
+
 def outer_file_pieces(source: Source, scheme: Scheme, digests: EncodedDigests) -> Iterator[memoryview]:
     """The bytes of the file of the weights outside the layers, in order."""
     return _file_pieces(outer_layout(source.spec, scheme), _outer_tensors(source, scheme, digests))
@@ -38,6 +73,11 @@ def outer_file_pieces(source: Source, scheme: Scheme, digests: EncodedDigests) -
 def _file_pieces(layout: FileLayout, tensors: Iterable[TensorPieces]) -> Iterator[memoryview]:
     """Header, tensors and padding."""
     yield memoryview(layout.header())
+    yield from _data_pieces(layout, tensors)
+
+
+def _data_pieces(layout: FileLayout, tensors: Iterable[TensorPieces]) -> Iterator[memoryview]:
+    """Tensors and padding."""
     position = 0
     for entry, (name, pieces) in zip(layout.entries, tensors, strict=True):
         yield memoryview(bytes(entry.offset - position))
@@ -56,19 +96,26 @@ def _layer_tensors(source: Source, layer: int, scheme: Scheme, digests: EncodedD
         digests[f"layers.{layer}.{name}"] = encoded_digest(tensor)
         return tensor
 
-    for norm in norm_shapes(source.spec):
-        yield f"{norm}.weight", [in_compute_dtype(f"{norm}.weight")]
-    for stored, parts in FUSED.items():
-        encoded = []
-        for part in parts:
-            components = scheme.encode(source.layer_tensor(layer, f"{part}.weight"))
-            for suffix, tensor in components.items():
-                digests[f"layers.{layer}.{part}.{suffix}"] = encoded_digest(tensor)
-            encoded.append(components)
-        for suffix, tensor in scheme.fuse(encoded).items():
-            yield f"{stored}.{suffix}", [tensor]
+    for plain in (*norm_shapes(source.spec), *router_shapes(source.spec)):
+        yield f"{plain}.weight", [in_compute_dtype(f"{plain}.weight")]
+    for stored, parts in fused_matrices(source.spec).items():
+        yield from _fused(source, layer, scheme, digests, stored, parts)
         if has_bias(source.spec, stored):
             yield f"{stored}.bias", [in_compute_dtype(f"{part}.bias") for part in parts]
+
+
+def _fused(
+    source: Source, layer: int, scheme: Scheme, digests: EncodedDigests, stored: str, parts: Sequence[str]
+) -> Iterator[TensorPieces]:
+    """The components of one stored matrix, from the logical matrices whose rows it holds."""
+    encoded = []
+    for part in parts:
+        components = scheme.encode(source.layer_tensor(layer, f"{part}.weight"))
+        for suffix, tensor in components.items():
+            digests[f"layers.{layer}.{part}.{suffix}"] = encoded_digest(tensor)
+        encoded.append(components)
+    for suffix, tensor in scheme.fuse(encoded).items():
+        yield f"{stored}.{suffix}", [tensor]
 
 
 def _outer_tensors(source: Source, scheme: Scheme, digests: EncodedDigests) -> Iterator[TensorPieces]:

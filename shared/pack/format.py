@@ -3,6 +3,7 @@
     manifest.json          version, spec, scheme, layout, sizes, digests (written last: a folder without it is no pack)
     outer.safetensors      embedding.weight, final_norm.weight and, unless tied, output.weight
     layers/00000.safetensors …
+    experts/00000.safetensors …      the experts of each layer, where a model has experts
     tokenizer.json         as the `tokenizers` library reads it
     chat_template.jinja    where the model has one
 
@@ -10,7 +11,11 @@ Every layer file has the same offset table (`LayerLayout`), a pure function of s
 4 KiB boundary, ends on one, and each tensor starts on a 64-byte boundary inside: a layer is one contiguous, aligned
 read. Safetensors allows no holes, so gaps are explicit tensors named `pad.N`.
 
-Matrices that read the same input are stored fused, rows after rows (`FUSED`); norms and biases in the compute dtype.
+Matrices that read the same input are stored fused, rows after rows (`FUSED`); norms, biases and routers in the compute
+dtype.
+
+A layer's experts lie in a file of their own, all with one offset table (`expert_layout`), each on a 4 KiB boundary and
+padded to one: an expert is one contiguous, aligned read, and the manifest has a digest for each of them.
 """
 
 from __future__ import annotations
@@ -39,6 +44,8 @@ FUSED: Mapping[str, tuple[str, ...]] = {
     "mlp.down": ("mlp.down",),
 }
 """Stored matrix -> the logical matrices whose rows it holds, in order."""
+EXPERT_FUSED: Mapping[str, tuple[str, ...]] = {"gate_up": ("gate", "up"), "down": ("down",)}
+"""The same for one expert."""
 
 SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {
     torch.float32: "F32",
@@ -114,6 +121,17 @@ class FileLayout:
         if self.data_bytes > end:
             yield f"pad.{pads}", "U8", [self.data_bytes - end], end, self.data_bytes
 
+    def repeated(self, count: int, prefix: str) -> FileLayout:
+        """The table of that many times the same tensors, one after the other; `prefix.3.NAME` is the fourth NAME."""
+        entries = (
+            TensorEntry(
+                f"{prefix}.{number}.{entry.name}", entry.dtype, entry.shape, number * self.data_bytes + entry.offset
+            )
+            for number in range(count)
+            for entry in self.entries
+        )
+        return FileLayout(tuple(entries), count * self.data_bytes)
+
 
 def bind(buffer: Tensor, layout: FileLayout) -> dict[str, Tensor]:
     """Views of a buffer, uint8 [data_bytes], as the tensors of a file."""
@@ -125,16 +143,39 @@ def bind(buffer: Tensor, layout: FileLayout) -> dict[str, Tensor]:
 
 
 def matrix_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Logical matrix -> (rows, columns) = (outputs, inputs) in one layer."""
-    return {
+    """Logical matrix -> (rows, columns) = (outputs, inputs) in one layer, without experts."""
+    attention = {
         "attention.q": (spec.query_size, spec.hidden_size),
         "attention.k": (spec.kv_size, spec.hidden_size),
         "attention.v": (spec.kv_size, spec.hidden_size),
         "attention.output": (spec.hidden_size, spec.query_size),
-        "mlp.gate": (spec.intermediate_size, spec.hidden_size),
-        "mlp.up": (spec.intermediate_size, spec.hidden_size),
-        "mlp.down": (spec.hidden_size, spec.intermediate_size),
     }
+    return attention | ({} if spec.experts else {f"mlp.{name}": shape for name, shape in mlp_shapes(spec).items()})
+
+
+def mlp_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Logical matrix -> (rows, columns) in the MLP of a layer, or in one expert."""
+    return {
+        "gate": (spec.intermediate_size, spec.hidden_size),
+        "up": (spec.intermediate_size, spec.hidden_size),
+        "down": (spec.hidden_size, spec.intermediate_size),
+    }
+
+
+def router_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """The matrix of a layer that chooses experts; never quantized, since a choice has no small errors."""
+    return {"router": (spec.experts.count, spec.hidden_size)} if spec.experts else {}
+
+
+def expert_prefixes(spec: ModelSpec) -> list[str]:
+    """The logical names of a layer's experts: `experts.0` …"""
+    return [f"experts.{expert}" for expert in range(spec.experts.count)] if spec.experts else []
+
+
+def fused_matrices(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """The part of `FUSED` that a layer of this spec has."""
+    present = matrix_shapes(spec).keys()
+    return {stored: parts for stored, parts in FUSED.items() if parts[0] in present}
 
 
 def norm_shapes(spec: ModelSpec) -> dict[str, tuple[int]]:
@@ -164,13 +205,31 @@ def layer_layout(spec: ModelSpec, scheme: Scheme) -> FileLayout:
     tensors: dict[str, TensorShape] = {}
     for norm, norm_shape in norm_shapes(spec).items():
         tensors[f"{norm}.weight"] = (scheme.compute_dtype, norm_shape)
-    for stored, parts in FUSED.items():
+    for router, router_shape in router_shapes(spec).items():
+        tensors[f"{router}.weight"] = (scheme.compute_dtype, router_shape)
+    for stored, parts in fused_matrices(spec).items():
         rows, columns = sum(shapes[part][0] for part in parts), shapes[parts[0]][1]
         for suffix, shape in scheme.components(rows, columns).items():
             tensors[f"{stored}.{suffix}"] = shape
         if has_bias(spec, stored):
             tensors[f"{stored}.bias"] = (scheme.compute_dtype, (rows,))
     return FileLayout.of(tensors)
+
+
+def expert_layout(spec: ModelSpec, scheme: Scheme) -> FileLayout:
+    """The offset table that all experts share, counted from the start of each."""
+    shapes = mlp_shapes(spec)
+    tensors: dict[str, TensorShape] = {}
+    for stored, parts in EXPERT_FUSED.items():
+        rows, columns = sum(shapes[part][0] for part in parts), shapes[parts[0]][1]
+        for suffix, shape in scheme.components(rows, columns).items():
+            tensors[f"{stored}.{suffix}"] = shape
+    return FileLayout.of(tensors)
+
+
+def experts_layout(spec: ModelSpec, scheme: Scheme) -> FileLayout:
+    """The offset table of the file that holds all experts of a layer."""
+    return expert_layout(spec, scheme).repeated(len(expert_prefixes(spec)), "experts")
 
 
 def outer_layout(spec: ModelSpec, scheme: Scheme) -> FileLayout:
@@ -188,6 +247,11 @@ def layer_file_name(layer: int) -> str:
     return f"layers/{layer:05d}.safetensors"
 
 
+def experts_file_name(layer: int) -> str:
+    """Path of the file of a layer's experts inside the pack."""
+    return f"experts/{layer:05d}.safetensors"
+
+
 OUTER_FILE = "outer.safetensors"
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -200,6 +264,8 @@ class FileRecord:
 
     size_bytes: int
     sha256: str
+    expert_sha256: tuple[str, ...] = ()
+    """Of each expert's bytes, padding included, in a file of experts."""
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,14 @@ from shared.pack.format import (
     TOKENIZER_FILE,
     FileRecord,
     Manifest,
+    expert_prefixes,
+    experts_file_name,
     has_bias,
     layer_file_name,
     matrix_shapes,
+    mlp_shapes,
     norm_shapes,
+    router_shapes,
 )
 from shared.quant.schemes import Scheme, scheme_named
 
@@ -39,9 +43,16 @@ def manifest_to_json(manifest: Manifest) -> str:
         "spec": manifest.spec.to_json(),
         "end_token_ids": list(manifest.end_token_ids),
         "special_tokens": dict(manifest.special_tokens),
-        "files": {path: dataclasses.asdict(record) for path, record in manifest.files.items()},
+        "files": {path: _record_to_json(record) for path, record in manifest.files.items()},
     }
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def _record_to_json(record: FileRecord) -> dict[str, Any]:
+    """A file's record as a JSON object; digests of experts only where it has experts."""
+    value = dataclasses.asdict(record)
+    digests = value.pop("expert_sha256")
+    return value | ({"expert_sha256": list(digests)} if digests else {})
 
 
 def manifest_from_json(text: str) -> Manifest:
@@ -76,13 +87,15 @@ def manifest_from_json(text: str) -> Manifest:
     )
     expected = set(pack_files(manifest.spec, with_chat_template=CHAT_TEMPLATE_FILE in manifest.files))
     _require(manifest.files.keys() == expected, f"it lists other files than its {manifest.spec.layers} layers need")
+    _check_expert_digests(manifest)
     return manifest
 
 
 def pack_files(spec: ModelSpec, *, with_chat_template: bool) -> list[str]:
     """Every file of a pack but the manifest, in the order in which they are written."""
     texts = [TOKENIZER_FILE] + [CHAT_TEMPLATE_FILE] * with_chat_template
-    return [*texts, OUTER_FILE, *map(layer_file_name, range(spec.layers))]
+    kinds = [layer_file_name, experts_file_name] if spec.experts else [layer_file_name]
+    return [*texts, OUTER_FILE, *(file_name(layer) for layer in range(spec.layers) for file_name in kinds)]
 
 
 def model_digest(spec: ModelSpec, scheme: Scheme, encoded_digests: Mapping[str, str]) -> str:
@@ -105,14 +118,28 @@ def encoded_names(spec: ModelSpec, scheme: Scheme) -> Iterator[str]:
     for layer in range(spec.layers):
         for norm in norm_shapes(spec):
             yield f"layers.{layer}.{norm}.weight"
+        for router in router_shapes(spec):
+            yield f"layers.{layer}.{router}.weight"
         for matrix, (rows, columns) in matrix_shapes(spec).items():
             for suffix in scheme.components(rows, columns):
                 yield f"layers.{layer}.{matrix}.{suffix}"
             if has_bias(spec, matrix):
                 yield f"layers.{layer}.{matrix}.bias"
+        for expert in expert_prefixes(spec):
+            for matrix, (rows, columns) in mlp_shapes(spec).items():
+                for suffix in scheme.components(rows, columns):
+                    yield f"layers.{layer}.{expert}.{matrix}.{suffix}"
     yield "final_norm.weight"
     if not spec.tied_embeddings:
         yield "output.weight"
+
+
+def _check_expert_digests(manifest: Manifest) -> None:
+    count = len(expert_prefixes(manifest.spec))
+    holding = {experts_file_name(layer) for layer in range(manifest.spec.layers)} if count else set()
+    for path, record in manifest.files.items():
+        expected, found = count if path in holding else 0, len(record.expert_sha256)
+        _require(found == expected, f"file {path!r} has digests of {found} experts, expected {expected}")
 
 
 def _files(value: Any) -> dict[str, FileRecord]:
@@ -121,11 +148,14 @@ def _files(value: Any) -> dict[str, FileRecord]:
     for path, record in value.items():
         parts = PurePosixPath(path).parts
         _require(bool(parts) and parts[0] != "/" and ".." not in parts, f"file {path!r} lies outside the pack")
-        _require(isinstance(record, dict) and record.keys() == {"size_bytes", "sha256"}, f"file {path!r}: {record!r}")
-        size, digest = record["size_bytes"], record["sha256"]
+        known = isinstance(record, dict) and record.keys() - {"expert_sha256"} == {"size_bytes", "sha256"}
+        _require(known, f"file {path!r}: {record!r}")
+        size, digest, of_experts = record["size_bytes"], record["sha256"], record.get("expert_sha256", [])
         _require(isinstance(size, int) and not isinstance(size, bool) and size >= 0, f"file {path!r}: size {size!r}")
         _require(_is_digest(digest), f"file {path!r}: sha256 {digest!r}")
-        files[path] = FileRecord(size, digest)
+        digests = isinstance(of_experts, list) and all(map(_is_digest, of_experts))
+        _require(digests, f"file {path!r}: expert_sha256 {of_experts!r}")
+        files[path] = FileRecord(size, digest, tuple(of_experts))
     return files
 
 

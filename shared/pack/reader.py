@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO
 
@@ -21,6 +22,9 @@ from shared.pack.format import (
     Manifest,
     TensorEntry,
     bind,
+    expert_layout,
+    experts_file_name,
+    experts_layout,
     layer_file_name,
     layer_layout,
     outer_layout,
@@ -77,6 +81,43 @@ class Pack:
     def layer_digest(self, layer: int) -> str:
         """SHA-256 of a layer's file, in hexadecimal."""
         return self.manifest.files[layer_file_name(layer)].sha256
+
+    @property
+    def experts_per_layer(self) -> int:
+        """0 for a model without experts."""
+        return self.spec.experts.count if self.spec.experts else 0
+
+    @cached_property
+    def expert_layout(self) -> FileLayout:
+        """The offset table of every expert, counted from its start."""
+        return expert_layout(self.spec, self.scheme)
+
+    @cached_property
+    def experts_layout(self) -> FileLayout:
+        """The offset table of every file of experts."""
+        return experts_layout(self.spec, self.scheme)
+
+    def experts_path(self, layer: int) -> Path:
+        """The file of a layer's experts."""
+        return self.path / experts_file_name(layer)
+
+    def experts_digest(self, layer: int) -> str:
+        """SHA-256 of that file, in hexadecimal."""
+        return self.manifest.files[experts_file_name(layer)].sha256
+
+    def expert_digests(self, layer: int) -> Sequence[str]:
+        """SHA-256 of each of a layer's experts, in hexadecimal."""
+        return self.manifest.files[experts_file_name(layer)].expert_sha256
+
+    @property
+    def expert_bytes(self) -> int:
+        """Memory of one expert; 0 for a model without experts."""
+        return self.expert_layout.data_bytes if self.spec.experts else 0
+
+    @property
+    def layers_bytes(self) -> int:
+        """Memory of all layers with all their experts."""
+        return self.spec.layers * (self.layer_layout.data_bytes + self.experts_per_layer * self.expert_bytes)
 
     @property
     def outer_bytes(self) -> int:
@@ -153,6 +194,8 @@ class Pack:
     def _layout_of(self, path: str) -> FileLayout | None:
         if path == OUTER_FILE:
             return self.outer_layout
+        if path.startswith("experts/"):
+            return self.experts_layout
         return self.layer_layout if path.endswith(".safetensors") else None
 
     def _checked_header(self, file: IO[bytes], path: str, layout: FileLayout) -> bytes:

@@ -12,9 +12,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +58,24 @@ class Workspace:
             self._append(identity)
             lines = []
         for line in lines[1:]:
-            record = FileRecord(line["size_bytes"], line["sha256"])
+            record = FileRecord(line["size_bytes"], line["sha256"], tuple(line.get("expert_sha256", ())))
             path = self.pack / line["path"]
             if path.is_file() and path.stat().st_size == record.size_bytes:
                 self.finished[line["path"]] = FinishedFile(record, line["encoded_digests"])
 
-    def write(self, path: str, pieces: Iterable[memoryview], encoded_digests: Mapping[str, str]) -> FileRecord:
+    def write(
+        self,
+        path: str,
+        pieces: Iterable[memoryview],
+        encoded_digests: Mapping[str, str],
+        expert_sha256: Sequence[str] = (),
+    ) -> FileRecord:
         """Writes a file of the pack durably, then its line in the journal.
 
         Args:
-            encoded_digests: read after the last piece has been written.
+            encoded_digests, expert_sha256: read after the last piece has been written.
         """
-        record = write_durably(self.pack / path, pieces)
+        record = replace(write_durably(self.pack / path, pieces), expert_sha256=tuple(expert_sha256))
         self.finished[path] = FinishedFile(record, dict(encoded_digests))
         self._append(
             {
@@ -77,6 +83,7 @@ class Workspace:
                 "size_bytes": record.size_bytes,
                 "sha256": record.sha256,
                 "encoded_digests": dict(encoded_digests),
+                "expert_sha256": list(expert_sha256),
             }
         )
         return record

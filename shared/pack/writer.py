@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.errors import ConfigurationError, HeadraceError
-from shared.pack.encoding import EncodedDigests, layer_file_pieces, outer_file_pieces
+from shared.pack.encoding import EncodedDigests, experts_file_pieces, layer_file_pieces, outer_file_pieces
 from shared.pack.format import (
     CHAT_TEMPLATE_FILE,
     FORMAT_VERSION,
@@ -16,6 +16,8 @@ from shared.pack.format import (
     OUTER_FILE,
     TOKENIZER_FILE,
     Manifest,
+    experts_file_name,
+    experts_layout,
     layer_file_name,
     layer_layout,
     outer_layout,
@@ -86,6 +88,9 @@ def file_sizes(source: Source, scheme: Scheme) -> dict[str, int]:
     sizes = {OUTER_FILE: outer_layout(source.spec, scheme).file_bytes}
     layer_bytes = layer_layout(source.spec, scheme).file_bytes
     sizes |= dict.fromkeys(map(layer_file_name, range(source.spec.layers)), layer_bytes)
+    if source.spec.experts:
+        experts_bytes = experts_layout(source.spec, scheme).file_bytes
+        sizes |= dict.fromkeys(map(experts_file_name, range(source.spec.layers)), experts_bytes)
     sizes |= {path: len(text.encode()) for path, text in _texts(source).items()}
     return {path: sizes[path] for path in pack_files(source.spec, with_chat_template=CHAT_TEMPLATE_FILE in sizes)}
 
@@ -132,17 +137,24 @@ def _identity(source: Source, scheme: Scheme) -> dict[str, str | int]:
 
 def _write_file(workspace: Workspace, path: str, source: Source, scheme: Scheme) -> None:
     digests: EncodedDigests = {}
-    workspace.write(path, _pieces(path, source, scheme, digests), digests)
+    expert_sha256: list[str] = []
+    workspace.write(path, _pieces(path, source, scheme, digests, expert_sha256), digests, expert_sha256)
 
 
-def _pieces(path: str, source: Source, scheme: Scheme, digests: EncodedDigests) -> Iterator[memoryview]:
+def _pieces(
+    path: str, source: Source, scheme: Scheme, digests: EncodedDigests, expert_sha256: list[str]
+) -> Iterator[memoryview]:
     texts = _texts(source)
     if path in texts:
         return iter([memoryview(texts[path].encode())])
     if path == OUTER_FILE:
         return outer_file_pieces(source, scheme, digests)
-    layer = next(layer for layer in range(source.spec.layers) if layer_file_name(layer) == path)
-    return layer_file_pieces(source, layer, scheme, digests)
+    for layer in range(source.spec.layers):
+        if path == experts_file_name(layer):
+            return experts_file_pieces(source, layer, scheme, digests, expert_sha256)
+        if path == layer_file_name(layer):
+            return layer_file_pieces(source, layer, scheme, digests)
+    raise ValueError(f"no file of a pack is called {path}")
 
 
 def _texts(source: Source) -> dict[str, str]:

@@ -37,21 +37,24 @@ class DataFile:
         self._sha256 = sha256
         self._descriptor = self._open()
 
-    def read(self, into: memoryview, offset: int) -> int:
+    def read(self, into: memoryview, offset: int, label: str | None = None) -> int:
         """Fills `into` from `offset` bytes into the data section; returns the bytes read.
+
+        Args:
+            label: names what is read in errors, where it is not the whole file.
 
         Raises:
             DataLossError: the file ends early.
             UnavailableError: the disk reports an error.
         """
-        start, done = len(self._header) + offset, 0
+        start, done, label = len(self._header) + offset, 0, label or self.label
         while done < len(into):
             try:
                 count = os.preadv(self._descriptor, [into[done:]], start + done)
             except OSError as error:
-                raise UnavailableError(f"{self.label} cannot be read: {error.strerror}; check the disk") from error
+                raise UnavailableError(f"{label} cannot be read: {error.strerror}; check the disk") from error
             if count == 0:
-                raise DataLossError(f"{self.label} is truncated at byte {start + done}; pack the model again")
+                raise DataLossError(f"{label} is truncated at byte {start + done}; pack the model again")
             done += count
         return done
 
@@ -74,26 +77,29 @@ class DataFile:
         if digest.hexdigest() != self._sha256:
             raise DataLossError(f"{self.label} does not match its digest; pack the model again")
 
-    def reopen(self) -> None:
+    def reopen(self, label: str | None = None) -> None:
         """Opens whatever lies at the path by now: a file that was replaced, or whose device went and came back.
 
         Nothing may be reading. On failure the file stays open as it was.
 
+        Args:
+            label: as in `read`.
+
         Raises:
             UnavailableError: the file cannot be opened.
         """
-        stale, self._descriptor = self._descriptor, self._open()
+        stale, self._descriptor = self._descriptor, self._open(label)
         os.close(stale)
 
     def close(self) -> None:
         os.close(self._descriptor)
 
-    def _open(self) -> int:
+    def _open(self, label: str | None = None) -> int:
         try:
             return _open_direct(self._path)
         except OSError as error:
             raise UnavailableError(
-                f"{self.label} cannot be opened: {error.strerror}; restore {self._path.name}"
+                f"{label or self.label} cannot be opened: {error.strerror}; restore {self._path.name}"
             ) from error
 
 

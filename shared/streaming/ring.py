@@ -9,23 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from shared.model.layers import LayerWeights
-from shared.pack.format import PAGE
-from shared.streaming.files import DataFile, Stamp
-from shared.tensors import byte_view
-
-READ_BYTES = 8 << 20
-"""Largest read request. Small ones cost processor time, which the arithmetic needs."""
-READERS = 2
-"""Reading threads: while one hands over what it has read, the other keeps the disk busy."""
-
-Part = tuple[memoryview, int]
-"""A piece of a slot, and where its bytes lie in a file's data section."""
+from shared.streaming.files import DataFile
+from shared.streaming.loader import READERS, Load, Loader, split
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,24 +29,16 @@ class Slot:
 
 
 @dataclass(frozen=True, eq=False)
-class _Load:
+class _Coming:
     """A layer on its way into a slot, or there."""
 
     index: int
     slot: Slot
-    reads: Sequence[Future[int]]
-    ready: Future[int]
-    """Done when every read has ended and the digest holds; from then on nothing writes into the slot."""
-
-    @property
-    def failed(self) -> bool:
-        return self.ready.done() and self.ready.exception() is not None
+    load: Load
 
     def abandon(self) -> Slot:
         """Stops reading, and returns the slot when nothing writes into it any more."""
-        for read in self.reads:
-            read.cancel()
-        wait([self.ready])
+        self.load.abandon()
         return self.slot
 
 
@@ -74,11 +56,8 @@ class Ring:
         """
         self._files = files
         self._parts = {slot: split(slot.buffer, readers) for slot in slots}
-        self._verify_always = verify_always
-        self._verified: dict[DataFile, Stamp] = {}
-        self._readers = ThreadPoolExecutor(readers, thread_name_prefix="layer-reader")
-        self._verifier = ThreadPoolExecutor(1, thread_name_prefix="layer-verifier")
-        self._taken: list[_Load] = []
+        self._loader = Loader(readers, "layer", verify_always=verify_always)
+        self._taken: list[_Coming] = []
         self._ahead = deque(self._load(index, slot) for index, slot in enumerate(slots))
         self._next = len(slots) % len(files)
         """The file that the next free slot is for."""
@@ -93,17 +72,17 @@ class Ring:
         Raises:
             DataLossError, UnavailableError: the layer cannot be read as it was packed. To go on, rewind.
         """
-        load = self._ahead.popleft()
-        self._taken.append(load)
-        if load.ready.exception() is not None:
-            self._files[load.index].reopen()
-            load = self._taken[-1] = self._load(load.index, load.slot)
-        self.bytes_read += load.ready.result()
-        return load.slot
+        coming = self._ahead.popleft()
+        self._taken.append(coming)
+        if coming.load.ready.exception() is not None:
+            self._files[coming.index].reopen()
+            coming = self._taken[-1] = self._load(coming.index, coming.slot)
+        self.bytes_read += coming.load.ready.result()
+        return coming.slot
 
     def give_back(self, slot: Slot) -> None:
         """Declares a taken slot free; reading into it starts at once."""
-        self._taken = [load for load in self._taken if load.slot is not slot]
+        self._taken = [coming for coming in self._taken if coming.slot is not slot]
         self._ahead.append(self._load(self._next, slot))
         self._next = (self._next + 1) % len(self._files)
 
@@ -114,43 +93,22 @@ class Ring:
         """
         if not self._taken and self._ahead[0].index == 0:
             return
-        loads = [*self._taken, *self._ahead]
-        kept = {load.index: load for load in loads if load.index < len(loads) and not load.failed}
-        free = [load.abandon() for load in loads if kept.get(load.index) is not load]
+        all_slots = [*self._taken, *self._ahead]
+        kept = {
+            coming.index: coming for coming in all_slots if coming.index < len(all_slots) and not coming.load.failed
+        }
+        free = [coming.abandon() for coming in all_slots if kept.get(coming.index) is not coming]
         self._taken = []
-        self._ahead = deque(kept.get(index) or self._load(index, free.pop()) for index in range(len(loads)))
-        self._next = len(loads) % len(self._files)
+        self._ahead = deque(kept.get(index) or self._load(index, free.pop()) for index in range(len(all_slots)))
+        self._next = len(all_slots) % len(self._files)
 
     def close(self) -> None:
         """Stops the threads and closes the files."""
-        for load in (*self._taken, *self._ahead):
-            load.abandon()
-        self._readers.shutdown()
-        self._verifier.shutdown()
+        for coming in (*self._taken, *self._ahead):
+            coming.abandon()
+        self._loader.close()
         for file in self._files:
             file.close()
 
-    def _load(self, index: int, slot: Slot) -> _Load:
-        file = self._files[index]
-        stamp = file.stamp()
-        reads = [self._readers.submit(file.read, part, start) for part, start in self._parts[slot]]
-        return _Load(index, slot, reads, self._verifier.submit(self._finish, file, slot, stamp, reads))
-
-    def _finish(self, file: DataFile, slot: Slot, stamp: Stamp, reads: Sequence[Future[int]]) -> int:
-        """Waits for a layer's reads and makes sure of what they brought; returns the bytes read."""
-        wait(reads)
-        size_bytes = sum(read.result() for read in reads)
-        # Asked after reading: a file that is as it was when its digest held has brought the same bytes again.
-        if self._verify_always or self._verified.get(file) != file.stamp():
-            file.verify(byte_view(slot.buffer))
-            self._verified[file] = stamp
-        return size_bytes
-
-
-def split(buffer: Tensor, readers: int) -> list[Part]:
-    """How a layer is read: in equal pieces of whole pages, one for each reader or more, none above `READ_BYTES`."""
-    size_bytes = buffer.numel()
-    count = max(readers, -(-size_bytes // READ_BYTES))
-    step = -(-size_bytes // (count * PAGE)) * PAGE
-    view = byte_view(buffer)
-    return [(view[start : start + step], start) for start in range(0, size_bytes, step)]
+    def _load(self, index: int, slot: Slot) -> _Coming:
+        return _Coming(index, slot, self._loader.load(self._files[index], self._parts[slot], slot.buffer))

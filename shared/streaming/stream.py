@@ -8,9 +8,11 @@ from contextlib import ExitStack
 from shared.model.layers import LayerWeights
 from shared.pack.format import bind
 from shared.pack.reader import Pack
+from shared.streaming.experts import ExpertStream
 from shared.streaming.files import DataFile
+from shared.streaming.loader import READERS
 from shared.streaming.plan import Residency
-from shared.streaming.ring import READERS, Ring, Slot
+from shared.streaming.ring import Ring, Slot
 from shared.tensors import aligned_buffer, byte_view
 
 
@@ -20,7 +22,7 @@ class LayerStream:
     def __init__(
         self, pack: Pack, residency: Residency, readers: int = READERS, *, verify_always: bool = False
     ) -> None:
-        """Loads and verifies the resident layers, and starts reading the first streamed ones.
+        """Loads and verifies what is resident, and starts reading the first streamed layers.
 
         Args:
             verify_always: compare a streamed layer's digest whenever it is read, not only when it is new or changed.
@@ -33,12 +35,20 @@ class LayerStream:
         self._resident = {layer: self._load(layer) for layer in sorted(residency.resident)}
         files = self._open(layer for layer in range(self._layers) if layer not in residency.resident)
         slots = [self._slot() for _ in range(residency.slots)]
+        self.experts: ExpertStream | None = None
+        """Where the layers' experts come from, in a model that has some."""
+        with ExitStack() as opened:
+            for file in files:
+                opened.callback(file.close)
+            if pack.spec.experts:
+                self.experts = ExpertStream(pack, residency.expert_slots, readers, verify_always=verify_always)
+            opened.pop_all()
         self._ring = Ring(files, slots, readers, verify_always) if files else None
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes of streamed layers that passes have used so far."""
-        return self._ring.bytes_read if self._ring else 0
+        """Bytes of streamed layers and experts that passes have used so far."""
+        return (self._ring.bytes_read if self._ring else 0) + (self.experts.bytes_read if self.experts else 0)
 
     def walk(self) -> Iterator[tuple[int, LayerWeights]]:
         """One pass: every layer in order. A layer's weights are valid until the next one is asked for.
@@ -63,6 +73,8 @@ class LayerStream:
         """Stops reading ahead."""
         if self._ring:
             self._ring.close()
+        if self.experts:
+            self.experts.close()
 
     def _open(self, layers: Iterator[int]) -> list[DataFile]:
         """Opens the files of those layers: all of them, or none."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.pack.sources import family_fields
+from shared.pack.sources import expert_fields, family_fields
 from shared.pack.sources.config import Config, JsonObject
 
 LAYER_NAMES = {
@@ -35,6 +35,8 @@ FUSED_NAMES = {
     "mlp.up": "mlp.gate_up_proj",
 }
 """Of Phi-3, which stores these together, rows after rows."""
+EXPERT_NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+MIXTRAL_EXPERT_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +57,18 @@ class Family:
     """Fields of the spec beyond sizes, norm epsilon and tied embeddings."""
     layer_names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
     """Logical module of a layer -> module in the checkpoint; several in one lie rows after rows."""
+    mixture: str = "mlp"
+    """Module of a layer that holds its router and experts."""
+    expert_names: Mapping[str, str] = field(default_factory=lambda: EXPERT_NAMES)
+    """Logical module of an expert -> module in the checkpoint."""
 
 
 _QWEN_DEFAULTS = {
     "num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28,
 }  # fmt: skip
 _QWEN_FIELDS = frozenset(["use_sliding_window", "sliding_window", "max_window_layers", "layer_types"])
+_ROUTER_TRAINING = frozenset(["output_router_logits", "router_aux_loss_coef", "router_jitter_noise"])
+_EXPERT_FIELDS = frozenset(["num_experts", "num_local_experts", "num_experts_per_tok"])
 _GEMMA_DEFAULTS = {
     "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
@@ -187,6 +195,54 @@ FAMILIES: Mapping[str, Family] = {
             ]
         ),
         spec_fields=family_fields.granite,
+    ),
+    "mixtral": Family(
+        name="Mixtral",
+        architecture="MixtralForCausalLM",
+        fields=_EXPERT_FIELDS | {"sliding_window"},
+        without_effect=_ROUTER_TRAINING,
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_experts_per_tok": 2,
+        },
+        spec_fields=expert_fields.mixtral,
+        mixture="block_sparse_moe",
+        expert_names=MIXTRAL_EXPERT_NAMES,
+    ),
+    "qwen3_moe": Family(
+        name="Qwen3-MoE",
+        architecture="Qwen3MoeForCausalLM",
+        fields=_EXPERT_FIELDS
+        | {
+            "attention_bias",
+            "use_sliding_window",
+            "sliding_window",
+            "moe_intermediate_size",
+            "norm_topk_prob",
+            "decoder_sparse_step",
+            "mlp_only_layers",
+        },
+        without_effect=_ROUTER_TRAINING | {"max_window_layers"},
+        defaults={
+            "intermediate_size": 6144,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768,
+            "sliding_window": 4096,
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+        },
+        spec_fields=expert_fields.qwen3_moe,
+    ),
+    "olmoe": Family(
+        name="OLMoE",
+        architecture="OlmoeForCausalLM",
+        fields=_EXPERT_FIELDS | {"attention_bias", "clip_qkv", "norm_topk_prob"},
+        without_effect=_ROUTER_TRAINING,
+        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts_per_tok": 8},
+        spec_fields=expert_fields.olmoe,
     ),
 }
 """By `model_type`."""

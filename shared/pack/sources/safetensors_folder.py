@@ -11,10 +11,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shared.errors import DataLossError, UnsupportedModelError
+from shared.model.spec import ModelSpec
 from shared.pack.sources.config_json import family_of_config, spec_of_config
+from shared.pack.sources.expert_names import stacked_expert, stored_expert_module, stores_stacked
 from shared.pack.sources.families import Family
 from shared.pack.sources.refusals import refuse_folder
-from shared.pack.sources.source import Shape, Source, check_tensors, fingerprint_of, stored_rows
+from shared.pack.sources.source import Shape, Source, StoredRows, check_tensors, fingerprint_of, stored_rows
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -40,14 +42,14 @@ def open_folder(folder: Path) -> Source:
     refuse_folder(folder)
     config = _read_json(folder / "config.json")
     family, spec = family_of_config(config, name), spec_of_config(config, name)
-    places = stored_rows(spec, lambda logical_name: _stored_name(family, logical_name))
     files = _weight_files(folder)
+    places = _places(family, spec, stacked=stores_stacked(files))
     _check_stored_tensors(name, files)
     tied_copy = {OUTER_NAMES["output.weight"]} if spec.tied_embeddings else set()
     check_tensors(
         name,
         places,
-        {tensor: _shape(path, tensor) for tensor, path in files.items()},
+        _shapes(files),
         # Old checkpoints hold the rotary frequencies, which the spec gives; tied ones may hold the embedding twice.
         ignorable=lambda tensor: tensor.endswith("rotary_emb.inv_freq") or tensor in tied_copy,
     )
@@ -59,7 +61,10 @@ def open_folder(folder: Path) -> Source:
     def read_rows(logical_name: str, rows: slice) -> Tensor:
         place = places[logical_name]
         with safe_open(files[place.tensor], framework="pt") as file:
-            return cast(Tensor, file.get_slice(place.tensor)[place.select(rows)])
+            stored = file.get_slice(place.tensor)
+            if place.stacked is None:
+                return cast(Tensor, stored[place.select(rows)])
+            return cast(Tensor, stored[place.stacked : place.stacked + 1, place.select(rows)])[0]
 
     described_by = ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja")
     return Source(
@@ -127,15 +132,31 @@ def _check_stored_tensors(checkpoint: str, files: Mapping[str, Path]) -> None:
                     )
 
 
-def _shape(path: Path, tensor: str) -> Shape:
-    with safe_open(path, framework="pt") as file:
-        return tuple(file.get_slice(tensor).get_shape())
+def _shapes(files: Mapping[str, Path]) -> dict[str, Shape]:
+    """Every tensor's shape; each file is opened once, for its header may list thousands of experts."""
+    shapes: dict[str, Shape] = {}
+    for path in set(files.values()):
+        with safe_open(path, framework="pt") as file:
+            found = [tensor for tensor, its_path in files.items() if its_path == path]
+            shapes |= {tensor: tuple(file.get_slice(tensor).get_shape()) for tensor in found}
+    return shapes
 
 
-def _stored_name(family: Family, logical_name: str) -> str:
+def _places(family: Family, spec: ModelSpec, *, stacked: bool) -> dict[str, StoredRows]:
+    return stored_rows(
+        spec,
+        lambda name: _stored_name(family, name, stacked=stacked),
+        stacked_expert if stacked else lambda _: None,
+    )
+
+
+def _stored_name(family: Family, logical_name: str, *, stacked: bool = False) -> str:
     if logical_name in OUTER_NAMES:
         return OUTER_NAMES[logical_name]
     _, layer, name = logical_name.split(".", 2)
+    expert_module = stored_expert_module(family, name, stacked=stacked)
+    if expert_module is not None:
+        return f"model.layers.{layer}.{expert_module}"
     module, _, suffix = name.rpartition(".")
     return f"model.layers.{layer}.{family.layer_names[module]}.{suffix}"
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shared.errors import DataLossError, UnsupportedModelError
 from shared.model.spec import ModelSpec
-from shared.pack.format import has_bias, matrix_shapes, norm_shapes
+from shared.pack.format import expert_prefixes, has_bias, matrix_shapes, mlp_shapes, norm_shapes, router_shapes
 
 Shape = tuple[int, ...]
 
@@ -75,11 +75,14 @@ def logical_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 def layer_shapes(spec: ModelSpec) -> dict[str, Shape]:
     """The tensors of one layer, in logical order, with their shapes."""
-    shapes: dict[str, Shape] = {f"{norm}.weight": shape for norm, shape in norm_shapes(spec).items()}
+    plain: dict[str, Shape] = {**norm_shapes(spec), **router_shapes(spec)}
+    shapes = {f"{name}.weight": shape for name, shape in plain.items()}
     for matrix, (rows, columns) in matrix_shapes(spec).items():
         shapes[f"{matrix}.weight"] = (rows, columns)
         if has_bias(spec, matrix):
             shapes[f"{matrix}.bias"] = (rows,)
+    for expert in expert_prefixes(spec):
+        shapes |= {f"{expert}.{matrix}.weight": shape for matrix, shape in mlp_shapes(spec).items()}
     return shapes
 
 
@@ -90,6 +93,8 @@ class StoredRows:
     tensor: str
     first: int
     shape: Shape
+    stacked: int | None = None
+    """Which of the matrices that the stored tensor, [matrices, rows, columns], holds; None: it is a matrix itself."""
 
     def select(self, rows: slice) -> slice:
         """Rows of the logical tensor, as rows of the stored one."""
@@ -97,14 +102,21 @@ class StoredRows:
         return slice(self.first + start, self.first + stop)
 
 
-def stored_rows(spec: ModelSpec, stored_name: Callable[[str], str]) -> dict[str, StoredRows]:
-    """Each logical tensor's place; those of one stored name lie rows after rows, in logical order."""
+def stored_rows(
+    spec: ModelSpec, stored_name: Callable[[str], str], stacked: Callable[[str], int | None] = lambda _: None
+) -> dict[str, StoredRows]:
+    """Each logical tensor's place; those of one stored matrix lie rows after rows, in logical order.
+
+    Args:
+        stacked: which of several matrices in a stored tensor a logical tensor is part of, where there are several.
+    """
     places: dict[str, StoredRows] = {}
-    used: dict[str, int] = {}
+    used: dict[tuple[str, int | None], int] = {}
     for name, shape in logical_shapes(spec).items():
-        tensor = stored_name(name)
-        places[name] = StoredRows(tensor, used.get(tensor, 0), shape)
-        used[tensor] = used.get(tensor, 0) + shape[0]
+        tensor, number = stored_name(name), stacked(name)
+        first = used.get((tensor, number), 0)
+        places[name] = StoredRows(tensor, first, shape, number)
+        used[tensor, number] = first + shape[0]
     return places
 
 
@@ -125,7 +137,10 @@ def check_tensors(
     Raises:
         UnsupportedModelError: one is missing, has another shape, or has a meaning that this version does not know.
     """
-    expected = {place.tensor: (place.first + place.shape[0], *place.shape[1:]) for place in places.values()}
+    expected = {}
+    for place in places.values():  # the last place in a tensor tells its size
+        matrices = () if place.stacked is None else (place.stacked + 1,)
+        expected[place.tensor] = (*matrices, place.first + place.shape[0], *place.shape[1:])
     for name, shape in expected.items():
         if name not in found:
             raise UnsupportedModelError(f"{checkpoint} has no tensor {name}; the checkpoint is incomplete")

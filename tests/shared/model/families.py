@@ -109,6 +109,43 @@ CASES: dict[str, dict[str, Any]] = {
         "logits_scaling": 8.0,
         "tie_word_embeddings": True,
     },
+    "Mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+    "Mixtral, one expert a token and windows": {
+        "model_type": "mixtral",
+        "num_local_experts": 3,
+        "num_experts_per_tok": 1,
+        "sliding_window": 40,
+        "head_dim": 32,
+    },
+    "Qwen3-MoE": {
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "num_experts": 12,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
+    "Qwen3-MoE, probabilities as they are, windows and biases": {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 40,
+        "tie_word_embeddings": True,
+    },
+    "OLMoE": {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3},
+    "OLMoE, clamped": {
+        "model_type": "olmoe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 4,
+        "clip_qkv": 0.8,
+        "norm_topk_prob": True,
+        "attention_bias": True,
+    },
 }
 """Name -> configuration, beyond `SIZES`."""
 

@@ -95,10 +95,12 @@ def test_greedy_text_is_that_of_transformers(case: Case) -> None:
 
 
 def test_in_bfloat16_the_error_is_no_larger_than_that_of_transformers(case: Case, tmp_path: Path) -> None:
-    tokens, exact = case.sequences[0], case.expected[0]
+    """Where experts are chosen, rounding tips the balance now and then: so all sequences count together."""
+    exact = torch.cat(case.expected)
     narrow: Any = reference_model(case.checkpoint, attn_implementation="eager").to(torch.bfloat16)
-    (found,) = prompt_logits(resident_model(pack(case.checkpoint, tmp_path / "bf16", "bf16")), [tokens])
-    theirs = (reference_logits(narrow, tokens) - exact).square().mean().sqrt()
+    model = resident_model(pack(case.checkpoint, tmp_path / "bf16", "bf16"))
+    found = torch.cat(prompt_logits(model, case.sequences))
+    theirs = (torch.cat([reference_logits(narrow, tokens) for tokens in case.sequences]) - exact).square().mean().sqrt()
     ours = (found - exact).square().mean().sqrt()
     assert ours <= 1.25 * theirs, f"our error is {ours:.3f}, theirs {theirs:.3f}"
 

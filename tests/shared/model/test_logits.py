@@ -17,7 +17,7 @@ from shared.kv.paged import SHORT_SEGMENT
 from shared.kv.prompt import PromptKeyValues
 from shared.model.attention import QUERY_CHUNK
 from shared.model.batch import TokenBatch
-from shared.model.layers import ROW_CHUNK
+from shared.model.mlp import ROW_CHUNK
 from shared.model.model import Model
 from shared.pack.reader import Pack
 from tests.conftest import Smollm2Pack, TinyCheckpoint, TinyPack

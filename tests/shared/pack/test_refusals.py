@@ -60,7 +60,7 @@ def test_older_quantized_checkpoints_are_known_by_a_file_of_their_own(checkpoint
         ({"model_type": "bert"}, "encoder model.*'bert'"),
         ({"model_type": "modernbert"}, "encoder model"),
         ({"model_type": "bart", "is_encoder_decoder": True}, "encoder model"),
-        ({"model_type": "mixtral"}, "model_type is 'mixtral'; this version loads llama, qwen2"),
+        ({"model_type": "qwen2_moe"}, "model_type is 'qwen2_moe'; this version loads llama, qwen2"),
         ({"model_type": None}, "model_type is None"),
         ({"model_type": ["llama"]}, "model_type is"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),

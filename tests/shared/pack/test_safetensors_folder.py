@@ -117,7 +117,7 @@ def test_a_model_without_a_template_or_special_tokens_is_accepted(checkpoint: Pa
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "mixtral"}, "mixtral"),
+        ({"model_type": "qwen2_moe"}, "qwen2_moe"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"sliding_window": 128}, "sliding_window"),

@@ -13,7 +13,8 @@ import pytest
 from shared.errors import DataLossError, UnavailableError
 from shared.pack.reader import Pack
 from shared.streaming.files import DataFile
-from shared.streaming.ring import READ_BYTES, Ring
+from shared.streaming.loader import READ_BYTES
+from shared.streaming.ring import Ring
 from tests.conftest import TinyPack
 from tests.shared.streaming.watched import Disk, WatchedFile, following, slot_for
 

@@ -254,9 +254,9 @@ def tensors_of(weights: LayerWeights) -> dict[str, Tensor]:
     matrices = {
         "attention.qkv": weights.qkv,
         "attention.output": weights.attention_output,
-        "mlp.gate_up": weights.gate_up,
-        "mlp.down": weights.down,
     }
+    if weights.mlp is not None:
+        matrices |= {"mlp.gate_up": weights.mlp.gate_up, "mlp.down": weights.mlp.down}
     tensors = {"attention_norm.weight": weights.attention_norm, "mlp_norm.weight": weights.mlp_norm}
     for name, matrix in matrices.items():
         tensors |= {f"{name}.{component}": tensor for component, tensor in matrix.components.items()}
