@@ -7,12 +7,13 @@ import secrets
 from collections.abc import Callable
 
 from decode_service.logprobs import MAX_TOP_LOGPROBS
+from decode_service.requests_chat import chat_extras, chat_messages
 from decode_service.sampling import MAX_SEED, SamplingParams
 from decode_service.sequence import Sequence
 from decode_service.shaping import Shaping
 from decode_service.text.output import Emission, TextOutput
 from decode_service.text.stopping import StopConditions
-from decode_service.text.tokenizer import Message, Tokenizer
+from decode_service.text.tokenizer import Tokenizer
 from headrace.v1 import decode_pb2
 from shared.errors import InvalidRequestError
 from shared.kv.handoff import prompt_tokens_error
@@ -76,8 +77,7 @@ class RequestReader:
             case "text":
                 return self._tokenizer.encode(prompt.text)
             case "chat":
-                messages = [Message(message.role, message.content) for message in prompt.chat.messages]
-                return self._tokenizer.encode_chat(messages)
+                return self._tokenizer.encode_chat(chat_messages(prompt.chat), chat_extras(prompt.chat))
             case "tokens":
                 return list(prompt.tokens.ids)
         raise InvalidRequestError("prompt is missing; set prompt.text, prompt.chat or prompt.tokens")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+from headrace.client_chat import chat_prompt
 from headrace.errors import InvalidRequest
 from headrace.request import Request
 from headrace.types import (
@@ -77,8 +78,7 @@ def _request_fields(request: Request) -> dict[str, Any]:
 
 def _prompt(request: Request) -> decode_pb2.Prompt:
     if request.messages is not None:
-        messages = [decode_pb2.ChatMessage(role=turn["role"], content=turn["content"]) for turn in request.messages]
-        return decode_pb2.Prompt(chat=decode_pb2.ChatPrompt(messages=messages))
+        return decode_pb2.Prompt(chat=chat_prompt(request))
     if request.token_ids is not None:
         return decode_pb2.Prompt(tokens=decode_pb2.TokenPrompt(ids=request.token_ids))
     assert request.prompt is not None  # a Request has exactly one form

@@ -7,10 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+from headrace.chat import (
+    MOST_DOCUMENTS,
+    MOST_TOOLS,
+    MOST_VARIABLES,
+    Document,
+    Message,
+    Tool,
+    Variables,
+    is_documents,
+    is_message,
+    is_text,
+    is_tools,
+    is_variables,
+)
 from headrace.errors import InvalidRequest
-
-Message = Mapping[str, str]
-"""One turn of a conversation: {"role": …, "content": …}."""
 
 _UINT32_END = 2**32
 _UINT64_END = 2**64
@@ -23,6 +34,13 @@ class RequestOptions(TypedDict, total=False):
 
     messages: Sequence[Message] | None
     """A conversation, rendered with the model's own chat template; instead of a prompt."""
+    tools: Sequence[Tool]
+    """With messages: what the model may call, {"name": …, "description": …, "parameters": JSON schema} each; at most
+    128. The answer is the model's own text, in whatever form it was trained to write calls."""
+    documents: Sequence[Document]
+    """With messages: what to answer from, {"title": …, "text": …} each, as the template wants it; at most 1024."""
+    template_variables: Variables
+    """With messages: variables of the model's template, such as {"enable_thinking": False}; at most 32."""
     token_ids: Sequence[int] | None
     """A prompt that is tokenized already; instead of a prompt."""
     max_tokens: int | None
@@ -77,6 +95,9 @@ class Request:
 
     prompt: str | None = None
     messages: Sequence[Message] | None = None
+    tools: Sequence[Tool] = ()
+    documents: Sequence[Document] = ()
+    template_variables: Variables = field(default_factory=dict)
     token_ids: Sequence[int] | None = None
     max_tokens: int | None = None
     temperature: float = 0.0
@@ -108,6 +129,9 @@ class Request:
             value = getattr(self, name)
             if not holds(value):
                 raise InvalidRequest(f"{name} must be {rule}; found {_excerpt(value)}")
+        for name in ("tools", "documents", "template_variables"):
+            if getattr(self, name) and self.messages is None:
+                raise InvalidRequest(f"{name} go with messages, into the model's chat template; send messages too")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest(f"top_logprobs is {self.top_logprobs}, but logprobs is not set; set it too")
 
@@ -133,15 +157,6 @@ def _is_list(value: Any, holds: Callable[[Any], bool]) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes) and all(map(holds, value))
 
 
-def _is_text(value: Any) -> bool:
-    """Text that can travel: a lone surrogate, which JSON can smuggle in, has no UTF-8 form."""
-    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and set(value) == {"role", "content"} and all(map(_is_text, value.values()))
-
-
 def _is_token_ids(value: Any) -> bool:
     return _is_list(value, lambda token_id: _is_integer(token_id, 0, _UINT32_END))
 
@@ -157,18 +172,25 @@ def _is_logit_bias(value: Any) -> bool:
 
 def _is_stop(value: Any) -> bool:
     if isinstance(value, str):
-        return _is_text(value) and value != ""
-    return _is_list(value, lambda text: _is_text(text) and text != "") and len(value) <= 16
+        return is_text(value) and value != ""
+    return _is_list(value, lambda text: is_text(text) and text != "") and len(value) <= 16
 
 
 _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "prompt": (
-        lambda value: value is None or (_is_text(value) and value != ""),
+        lambda value: value is None or (is_text(value) and value != ""),
         "text that is not empty, in valid Unicode",
     ),
     "messages": (
-        lambda value: value is None or (_is_list(value, _is_message) and len(value) > 0),
-        'a list of {"role": text, "content": text}, not empty',
+        lambda value: value is None or (_is_list(value, is_message) and len(value) > 0),
+        'a list of {"role": text, "content": text}, not empty; tool_calls belong to the assistant, tool_call_id and '
+        "name to the role tool",
+    ),
+    "tools": (is_tools, f'a list of at most {MOST_TOOLS} {{"name": text, "description": text, "parameters": object}}'),
+    "documents": (is_documents, f'a list of at most {MOST_DOCUMENTS} objects of texts, as {{"title": …, "text": …}}'),
+    "template_variables": (
+        is_variables,
+        f"a map of at most {MOST_VARIABLES} names (letters, digits, _) to true or false, numbers or text",
     ),
     "token_ids": (
         lambda value: value is None or (_is_token_ids(value) and len(value) > 0),
@@ -197,9 +219,9 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "min_tokens": (lambda value: _is_integer(value, 0, _UINT32_END), "an integer, 0 or more"),
     "logprobs": (lambda value: isinstance(value, bool), "true or false"),
     "top_logprobs": (lambda value: _is_integer(value, 0, 21), "an integer from 0 to 20"),
-    "request_id": (lambda value: _is_text(value) and len(value) <= 128, "text of at most 128 characters"),
+    "request_id": (lambda value: is_text(value) and len(value) <= 128, "text of at most 128 characters"),
     "priority": (lambda value: _is_integer(value, -100, 101), "an integer from -100 to 100"),
-    "cache_salt": (lambda value: _is_text(value) and len(value) <= 128, "text of at most 128 characters"),
+    "cache_salt": (lambda value: is_text(value) and len(value) <= 128, "text of at most 128 characters"),
 }
 
 

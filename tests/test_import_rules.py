@@ -37,8 +37,9 @@ EDGE = (
     "*_service.__main__",
     "*_service.service",
     "*_service.servicer",
-    "decode_service.requests",
+    "decode_service.requests*",
     "decode_service.prefill_client*",
+    "decode_service.replicas",
 )
 """The only modules that may touch gRPC or protobuf."""
 RPC = ("grpc", "google", "grpc_health", "grpc_reflection", "grpc_status", "headrace.v1")

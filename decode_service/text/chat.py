@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 
 from jinja2 import TemplateError
 
+from decode_service.text.conversation import Extras, Message
 from shared.errors import InvalidRequestError, UnsupportedModelError
-from shared.sandbox import template_environment
+from shared.sandbox import template_environment, template_variables
 
-
-@dataclass(frozen=True)
-class Message:
-    """One turn of a conversation; `role` in the template's own words."""
-
-    role: str
-    content: str
+ALWAYS_GIVEN = ("messages", "add_generation_prompt")
 
 
 class ChatTemplate:
     """A Jinja template as checkpoints carry it, run in a sandbox (`shared.sandbox`). Thread safe.
 
     Gives it what `transformers` gives it (the convention that templates are written against): `messages`,
-    `add_generation_prompt`, `tools` and `documents` (none), the special tokens by name.
+    `add_generation_prompt`, `tools` and `documents` (none where there are none), the special tokens by name, and the
+    request's variables.
 
     Args:
         source: the template.
@@ -34,30 +29,37 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._special_tokens = dict(special_tokens)
+        self._reads = template_variables(source) - self._special_tokens.keys() - set(ALWAYS_GIVEN)
         try:
             self._template = template_environment().from_string(source)
         except TemplateError as error:
             raise UnsupportedModelError(
                 f"the model's chat template is not valid: {error}; pack it with another"
             ) from None
-        self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], extras: Extras) -> str:
         """The prompt that makes the model answer as the assistant.
 
         Raises:
-            InvalidRequestError: there are no messages, or the template refuses them (an unknown role, a wrong order).
+            InvalidRequestError: there are no messages, the template refuses them (an unknown role, a wrong order), or
+                it does not read something of what it would be given.
         """
         if not messages:
             raise InvalidRequestError("prompt.chat.messages is empty; send at least one message")
+        given = extras.given
+        for name in given:
+            if name not in self._reads:
+                self._refuse(name)
         try:
             return self._template.render(
                 {
                     **self._special_tokens,
-                    "messages": [asdict(message) for message in messages],
+                    "messages": [message.for_template() for message in messages],
                     "add_generation_prompt": True,
                     "tools": None,
                     "documents": None,
+                    **given,
                 }
             )
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
@@ -65,3 +67,11 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"the model's chat template refuses these {len(messages)} messages: {error}; their roles are {roles}"
             ) from None
+
+    def _refuse(self, name: str) -> None:
+        """What a template does not read would be lost without a word."""
+        what = f"prompt.chat.{name}" if name in ("tools", "documents") else f"prompt.chat.template_variables[{name!r}]"
+        others = ", ".join(sorted(self._reads)) or "nothing else"
+        raise InvalidRequestError(
+            f"{what} is given, but the model's chat template does not read it; besides messages it reads {others}"
+        )

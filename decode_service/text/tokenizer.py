@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from decode_service.text.chat import ChatTemplate, Message
+from decode_service.text.chat import ChatTemplate
+from decode_service.text.conversation import Extras, Message
 from shared.errors import InvalidRequestError, UnsupportedModelError
 
-__all__ = ["Message", "Tokenizer"]
+__all__ = ["Extras", "Message", "Tokenizer"]
 
+NO_EXTRAS = Extras()
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -56,23 +58,24 @@ class Tokenizer:
         """
         return self._encode(text, add_special_tokens=True)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], extras: Extras = NO_EXTRAS) -> list[int]:
         """Token ids of a rendered conversation. Nothing is added: the template writes all special tokens itself.
 
         Raises:
             InvalidRequestError: as `render_chat`.
         """
-        return self._encode(self.render_chat(messages), add_special_tokens=False)
+        return self._encode(self.render_chat(messages, extras), add_special_tokens=False)
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
+    def render_chat(self, messages: Sequence[Message], extras: Extras = NO_EXTRAS) -> str:
         """The prompt text of a conversation that the model continues as the assistant.
 
         Raises:
-            InvalidRequestError: the model has no template, there are no messages, or the template refuses them.
+            InvalidRequestError: the model has no template, there are no messages, or the template refuses them or does
+                not read the extras.
         """
         if self._template is None:
             raise InvalidRequestError("this model has no chat template; send prompt.text or prompt.tokens instead")
-        return self._template.render(messages)
+        return self._template.render(messages, extras)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens; special and unknown ids have none. Bytes that are not UTF-8 become U+FFFD."""

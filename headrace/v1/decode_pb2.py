@@ -24,17 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18headrace/v1/decode.proto\x12\x0bheadrace.v1\"\xea\x01\n\x0fGenerateRequest\x12#\n\x06prompt\x18\x01 \x01(\x0b\x32\x13.headrace.v1.Prompt\x12\'\n\x08sampling\x18\x02 \x01(\x0b\x32\x15.headrace.v1.Sampling\x12\'\n\x08stopping\x18\x03 \x01(\x0b\x32\x15.headrace.v1.Stopping\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x10\n\x08logprobs\x18\x05 \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x06 \x01(\r\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12\x12\n\ncache_salt\x18\x08 \x01(\t\"\xac\x01\n\x10GenerateResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1d.headrace.v1.GenerationHeaderH\x00\x12-\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1c.headrace.v1.GenerationChunkH\x00\x12/\n\x06result\x18\x03 \x01(\x0b\x32\x1d.headrace.v1.GenerationResultH\x00\x42\x07\n\x05\x65vent\"\xea\x01\n\x0f\x43ompleteRequest\x12#\n\x06prompt\x18\x01 \x01(\x0b\x32\x13.headrace.v1.Prompt\x12\'\n\x08sampling\x18\x02 \x01(\x0b\x32\x15.headrace.v1.Sampling\x12\'\n\x08stopping\x18\x03 \x01(\x0b\x32\x15.headrace.v1.Stopping\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x10\n\x08logprobs\x18\x05 \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x06 \x01(\r\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12\x12\n\ncache_salt\x18\x08 \x01(\t\"\xbf\x01\n\x10\x43ompleteResponse\x12-\n\x06header\x18\x01 \x01(\x0b\x32\x1d.headrace.v1.GenerationHeader\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\x06result\x18\x04 \x01(\x0b\x32\x1d.headrace.v1.GenerationResult\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\"u\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x17.headrace.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x03 \x01(\x0b\x32\x18.headrace.v1.TokenPromptH\x00\x42\x06\n\x04\x66orm\"8\n\nChatPrompt\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe7\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x02\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12\x38\n\nlogit_bias\x18\t \x03(\x0b\x32$.headrace.v1.Sampling.LogitBiasEntry\x12\x15\n\rbad_token_ids\x18\n \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penalty\"~\n\x08Stopping\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07strings\x18\x02 \x03(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x12\x12\n\nmin_tokens\x18\x05 \x01(\rB\r\n\x0b_max_tokens\"a\n\x10GenerationHeader\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"`\n\x0fGenerationChunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\"F\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.headrace.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x8e\x01\n\x10GenerationResult\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.headrace.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.headrace.v1.Usage\x12%\n\x07timings\x18\x03 \x01(\x0b\x32\x14.headrace.v1.Timings\"\x8f\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x04 \x01(\r\x12\x0e\n\x06passes\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\"v\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x1a\n\x12prefill_compute_ms\x18\x03 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x04 \x01(\x01\x12\x11\n\tdecode_ms\x18\x05 \x01(\x01*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xa3\x01\n\rDecodeService\x12I\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponse0\x01\x12G\n\x08\x43omplete\x12\x1c.headrace.v1.CompleteRequest\x1a\x1d.headrace.v1.CompleteResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18headrace/v1/decode.proto\x12\x0bheadrace.v1\"\xea\x01\n\x0fGenerateRequest\x12#\n\x06prompt\x18\x01 \x01(\x0b\x32\x13.headrace.v1.Prompt\x12\'\n\x08sampling\x18\x02 \x01(\x0b\x32\x15.headrace.v1.Sampling\x12\'\n\x08stopping\x18\x03 \x01(\x0b\x32\x15.headrace.v1.Stopping\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x10\n\x08logprobs\x18\x05 \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x06 \x01(\r\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12\x12\n\ncache_salt\x18\x08 \x01(\t\"\xac\x01\n\x10GenerateResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1d.headrace.v1.GenerationHeaderH\x00\x12-\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1c.headrace.v1.GenerationChunkH\x00\x12/\n\x06result\x18\x03 \x01(\x0b\x32\x1d.headrace.v1.GenerationResultH\x00\x42\x07\n\x05\x65vent\"\xea\x01\n\x0f\x43ompleteRequest\x12#\n\x06prompt\x18\x01 \x01(\x0b\x32\x13.headrace.v1.Prompt\x12\'\n\x08sampling\x18\x02 \x01(\x0b\x32\x15.headrace.v1.Sampling\x12\'\n\x08stopping\x18\x03 \x01(\x0b\x32\x15.headrace.v1.Stopping\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x10\n\x08logprobs\x18\x05 \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x06 \x01(\r\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12\x12\n\ncache_salt\x18\x08 \x01(\t\"\xbf\x01\n\x10\x43ompleteResponse\x12-\n\x06header\x18\x01 \x01(\x0b\x32\x1d.headrace.v1.GenerationHeader\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\x06result\x18\x04 \x01(\x0b\x32\x1d.headrace.v1.GenerationResult\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\"u\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x17.headrace.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x03 \x01(\x0b\x32\x18.headrace.v1.TokenPromptH\x00\x42\x06\n\x04\x66orm\"\xb4\x02\n\nChatPrompt\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\x12*\n\x05tools\x18\x02 \x03(\x0b\x32\x1b.headrace.v1.ToolDefinition\x12,\n\tdocuments\x18\x03 \x03(\x0b\x32\x19.headrace.v1.ChatDocument\x12J\n\x12template_variables\x18\x04 \x03(\x0b\x32..headrace.v1.ChatPrompt.TemplateVariablesEntry\x1aT\n\x16TemplateVariablesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.headrace.v1.TemplateValue:\x02\x38\x01\"{\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12)\n\ntool_calls\x18\x03 \x03(\x0b\x32\x15.headrace.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\"L\n\x0eToolDefinition\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x17\n\x0fparameters_json\x18\x03 \x01(\t\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"t\n\x0c\x43hatDocument\x12\x35\n\x06\x66ields\x18\x01 \x03(\x0b\x32%.headrace.v1.ChatDocument.FieldsEntry\x1a-\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"]\n\rTemplateValue\x12\x0e\n\x04\x66lag\x18\x01 \x01(\x08H\x00\x12\x11\n\x07integer\x18\x02 \x01(\x03H\x00\x12\x10\n\x06number\x18\x03 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x42\x07\n\x05value\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe7\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x02\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12\x38\n\nlogit_bias\x18\t \x03(\x0b\x32$.headrace.v1.Sampling.LogitBiasEntry\x12\x15\n\rbad_token_ids\x18\n \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penalty\"~\n\x08Stopping\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07strings\x18\x02 \x03(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x12\x12\n\nmin_tokens\x18\x05 \x01(\rB\r\n\x0b_max_tokens\"a\n\x10GenerationHeader\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"`\n\x0fGenerationChunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\"F\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.headrace.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x8e\x01\n\x10GenerationResult\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.headrace.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.headrace.v1.Usage\x12%\n\x07timings\x18\x03 \x01(\x0b\x32\x14.headrace.v1.Timings\"\x8f\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x04 \x01(\r\x12\x0e\n\x06passes\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\"v\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x1a\n\x12prefill_compute_ms\x18\x03 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x04 \x01(\x01\x12\x11\n\tdecode_ms\x18\x05 \x01(\x01*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xa3\x01\n\rDecodeService\x12I\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponse0\x01\x12G\n\x08\x43omplete\x12\x1c.headrace.v1.CompleteRequest\x1a\x1d.headrace.v1.CompleteResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.v1.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_CHATPROMPT_TEMPLATEVARIABLESENTRY']._loaded_options = None
+  _globals['_CHATPROMPT_TEMPLATEVARIABLESENTRY']._serialized_options = b'8\001'
+  _globals['_CHATDOCUMENT_FIELDSENTRY']._loaded_options = None
+  _globals['_CHATDOCUMENT_FIELDSENTRY']._serialized_options = b'8\001'
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2354
-  _globals['_FINISHREASON']._serialized_end=2449
+  _globals['_FINISHREASON']._serialized_start=3039
+  _globals['_FINISHREASON']._serialized_end=3134
   _globals['_GENERATEREQUEST']._serialized_start=42
   _globals['_GENERATEREQUEST']._serialized_end=276
   _globals['_GENERATERESPONSE']._serialized_start=279
@@ -45,32 +49,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COMPLETERESPONSE']._serialized_end=882
   _globals['_PROMPT']._serialized_start=884
   _globals['_PROMPT']._serialized_end=1001
-  _globals['_CHATPROMPT']._serialized_start=1003
-  _globals['_CHATPROMPT']._serialized_end=1059
-  _globals['_CHATMESSAGE']._serialized_start=1061
-  _globals['_CHATMESSAGE']._serialized_end=1105
-  _globals['_TOKENPROMPT']._serialized_start=1107
-  _globals['_TOKENPROMPT']._serialized_end=1133
-  _globals['_SAMPLING']._serialized_start=1136
-  _globals['_SAMPLING']._serialized_end=1495
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1405
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1453
-  _globals['_STOPPING']._serialized_start=1497
-  _globals['_STOPPING']._serialized_end=1623
-  _globals['_GENERATIONHEADER']._serialized_start=1625
-  _globals['_GENERATIONHEADER']._serialized_end=1722
-  _globals['_GENERATIONCHUNK']._serialized_start=1724
-  _globals['_GENERATIONCHUNK']._serialized_end=1820
-  _globals['_TOKENLOGPROBS']._serialized_start=1822
-  _globals['_TOKENLOGPROBS']._serialized_end=1892
-  _globals['_TOPLOGPROB']._serialized_start=1894
-  _globals['_TOPLOGPROB']._serialized_end=1941
-  _globals['_GENERATIONRESULT']._serialized_start=1944
-  _globals['_GENERATIONRESULT']._serialized_end=2086
-  _globals['_USAGE']._serialized_start=2089
-  _globals['_USAGE']._serialized_end=2232
-  _globals['_TIMINGS']._serialized_start=2234
-  _globals['_TIMINGS']._serialized_end=2352
-  _globals['_DECODESERVICE']._serialized_start=2452
-  _globals['_DECODESERVICE']._serialized_end=2615
+  _globals['_CHATPROMPT']._serialized_start=1004
+  _globals['_CHATPROMPT']._serialized_end=1312
+  _globals['_CHATPROMPT_TEMPLATEVARIABLESENTRY']._serialized_start=1228
+  _globals['_CHATPROMPT_TEMPLATEVARIABLESENTRY']._serialized_end=1312
+  _globals['_CHATMESSAGE']._serialized_start=1314
+  _globals['_CHATMESSAGE']._serialized_end=1437
+  _globals['_TOOLDEFINITION']._serialized_start=1439
+  _globals['_TOOLDEFINITION']._serialized_end=1515
+  _globals['_TOOLCALL']._serialized_start=1517
+  _globals['_TOOLCALL']._serialized_end=1577
+  _globals['_CHATDOCUMENT']._serialized_start=1579
+  _globals['_CHATDOCUMENT']._serialized_end=1695
+  _globals['_CHATDOCUMENT_FIELDSENTRY']._serialized_start=1650
+  _globals['_CHATDOCUMENT_FIELDSENTRY']._serialized_end=1695
+  _globals['_TEMPLATEVALUE']._serialized_start=1697
+  _globals['_TEMPLATEVALUE']._serialized_end=1790
+  _globals['_TOKENPROMPT']._serialized_start=1792
+  _globals['_TOKENPROMPT']._serialized_end=1818
+  _globals['_SAMPLING']._serialized_start=1821
+  _globals['_SAMPLING']._serialized_end=2180
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=2090
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=2138
+  _globals['_STOPPING']._serialized_start=2182
+  _globals['_STOPPING']._serialized_end=2308
+  _globals['_GENERATIONHEADER']._serialized_start=2310
+  _globals['_GENERATIONHEADER']._serialized_end=2407
+  _globals['_GENERATIONCHUNK']._serialized_start=2409
+  _globals['_GENERATIONCHUNK']._serialized_end=2505
+  _globals['_TOKENLOGPROBS']._serialized_start=2507
+  _globals['_TOKENLOGPROBS']._serialized_end=2577
+  _globals['_TOPLOGPROB']._serialized_start=2579
+  _globals['_TOPLOGPROB']._serialized_end=2626
+  _globals['_GENERATIONRESULT']._serialized_start=2629
+  _globals['_GENERATIONRESULT']._serialized_end=2771
+  _globals['_USAGE']._serialized_start=2774
+  _globals['_USAGE']._serialized_end=2917
+  _globals['_TIMINGS']._serialized_start=2919
+  _globals['_TIMINGS']._serialized_end=3037
+  _globals['_DECODESERVICE']._serialized_start=3137
+  _globals['_DECODESERVICE']._serialized_end=3300
 # @@protoc_insertion_point(module_scope)
