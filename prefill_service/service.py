@@ -10,12 +10,15 @@ import torch
 
 from headrace.v1 import prefill_pb2_grpc
 from prefill_service.engine import PrefillEngine
+from prefill_service.prompt_cache import PromptCache
 from prefill_service.scheduler import PromptScheduler
 from prefill_service.servicer import PrefillServicer
+from shared.blocks import BlockPool
 from shared.budget import log_plan, measured_runtime_bytes
 from shared.config import parse_bytes
 from shared.demand import PrefillSettings, prefill_demand, spool_bytes
 from shared.kv.layout import layout_of
+from shared.kv.paged import BLOCK_TOKENS
 from shared.limits import PREFILL_PASS_TOKENS
 from shared.metrics import Gauges, Identity, Telemetry
 from shared.model.model import Model
@@ -29,6 +32,9 @@ from shared.streaming.plan import plan_memory
 log = logging.getLogger("prefill_service")
 
 PASS_TOKENS_HELP = "prompt tokens in a pass (%(default)s)"
+PREFIX_CACHE_HELP = (
+    "KV kept for prompts that begin alike; 0: none (an eighth of what is left over, and what layers leave)"
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = service_parser("prefill_service", "Turns prompts into KV caches; keeps nothing beyond the call.")
     add = parser.add_argument
     add("--pass-tokens", type=positive, default=PREFILL_PASS_TOKENS, metavar="N", help=PASS_TOKENS_HELP)
+    add("--prefix-cache", metavar="SIZE", help=PREFIX_CACHE_HELP)
     add("--spool", metavar="SIZE", help="KV that may wait for slow callers (64MiB, or a layer of the longest prompt)")
     add("--spool-disk", default="1GiB", metavar="SIZE", help="KV that may wait on disk besides; 0: none (%(default)s)")
     add("--spool-dir", type=Path, metavar="FOLDER", help="where, in files without a name (/var/tmp)")
@@ -51,6 +58,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         context_length=context_length,
         pass_tokens=arguments.pass_tokens,
         spool_bytes=spool_bytes(pack, context_length, parse_bytes(arguments.spool) if arguments.spool else None),
+        prefix_cache_bytes=parse_bytes(arguments.prefix_cache) if arguments.prefix_cache else None,
     )
     runtime_bytes = measured_runtime_bytes([pack.scheme])
     if arguments.show_runtime:
@@ -77,9 +85,12 @@ async def serve(arguments: argparse.Namespace) -> None:
             running=lambda: scheduler.running,
             queued_tokens=lambda: scheduler.queued_tokens,
             resident_layers=lambda: len(plan.residency.resident),
+            kv_blocks=lambda: plan.kv_blocks,
+            kv_blocks_cached=lambda: cache.blocks_cached,
         ),
     )
-    engine = PrefillEngine(model, layout, scheduler, telemetry)
+    cache = PromptCache(BlockPool(plan.kv_blocks, BLOCK_TOKENS), pack.manifest.model_digest)
+    engine = PrefillEngine(model, layout, scheduler, telemetry, cache)
     servicer = PrefillServicer(
         scheduler,
         spool,

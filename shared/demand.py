@@ -25,6 +25,12 @@ FRAMES_IN_FLIGHT = 3
 """Copies of a handoff's frame on the receiving side: in gRPC's buffer, as a message, as bytes being checked."""
 HISTORY_BYTES_PER_TOKEN = 1024
 """Of a running sequence outside the pool: its tokens, and the n-grams that were seen in it (measured)."""
+PREFIX_CACHE_SHARE = 1 / 8
+"""Of what is left over in prefill: what its prefix cache takes before layers do, unless its size is given."""
+PREFIX_CACHE_PROMPTS = 16
+"""More prompts of full length than this are not kept, unless the cache's size is given."""
+PREFIX_ENTRY_BYTES = 1024
+"""What knowing a block takes besides its contents: its tokens and its key (measured)."""
 SAMPLING_VECTORS = 8
 """Vectors of float64 over the vocabulary that are alive while one token is sampled."""
 
@@ -36,6 +42,8 @@ class PrefillSettings:
     context_length: int
     pass_tokens: int
     spool_bytes: int
+    prefix_cache_bytes: int | None = None
+    """None: a share of what is left over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +88,24 @@ def spool_bytes(pack: Pack, context_length: int, asked_bytes: int | None = None)
 
 
 def prefill_demand(pack: Pack, settings: PrefillSettings, runtime_bytes: int) -> Demand:
-    """What a prefill process needs: weights, one pass, and what waits for slow callers.
+    """What a prefill process needs: weights, one pass, what waits for slow callers, and its prefix cache.
 
     Args:
         runtime_bytes: what the process takes without any weights (`shared.budget`).
+
+    Raises:
+        ConfigurationError: the prefix cache that was asked for cannot hold a block.
     """
     tokens = max(settings.context_length, settings.pass_tokens)  # the longest prompt is a pass of its own
+    block_bytes = PagedKeyValues.block_bytes(pack.spec, pack.scheme.compute_dtype) + PREFIX_ENTRY_BYTES
+    asked_bytes = settings.prefix_cache_bytes
+    if asked_bytes and asked_bytes < block_bytes:
+        raise ConfigurationError(
+            f"a prefix cache of {asked_bytes:,} bytes cannot hold one block of {BLOCK_TOKENS} tokens; give at least "
+            f"--prefix-cache {block_bytes}, or 0 for none"
+        )
+    asked_blocks = None if asked_bytes is None else asked_bytes // block_bytes
+    prompt_blocks = -(-settings.context_length // BLOCK_TOKENS)
     return Demand(
         runtime_bytes=runtime_bytes,
         outer_bytes=pack.outer_bytes,
@@ -95,6 +115,11 @@ def prefill_demand(pack: Pack, settings: PrefillSettings, runtime_bytes: int) ->
         layer_bytes=pack.layer_layout.data_bytes,
         experts=pack.spec.layers * pack.experts_per_layer,
         expert_bytes=pack.expert_bytes,
+        kv_block_bytes=block_bytes,
+        fewest_kv_blocks=asked_blocks or 0,
+        most_kv_blocks=PREFIX_CACHE_PROMPTS * prompt_blocks if asked_blocks is None else asked_blocks,
+        kv_share=PREFIX_CACHE_SHARE,
+        kv_name="prefix cache blocks",
     )
 
 

@@ -60,7 +60,7 @@ def prospect(budget_bytes: int, demand: Demand, outlook: Outlook) -> Prospect:
     return Prospect(
         plan=plan,
         sequences={tokens: plan.kv_blocks // -(-tokens // BLOCK_TOKENS) for tokens in SEQUENCE_TOKENS}
-        if demand.kv_block_bytes
+        if outlook.speculation is not None
         else {},
         forecasts=[outlook.forecast(plan, batch) for batch in BATCHES],
         advice=_advice(plan, outlook),
@@ -92,9 +92,11 @@ def _advice(plan: MemoryPlan, outlook: Outlook) -> list[str]:
     demand = plan.demand
     if plan.everything_stays:
         return ["Every layer stays in memory; more memory only holds more sequences."]
-    # KV takes up to half of what is left, and no more than it can use.
+    # KV takes up to its share of what is left, and no more than it can use.
     layers_bytes = demand.layers * demand.layer_bytes + demand.experts * demand.expert_bytes
-    kv_bytes = min(layers_bytes, demand.most_kv_blocks * demand.kv_block_bytes)
+    kv_bytes = min(
+        int(layers_bytes * demand.kv_share / (1 - demand.kv_share)) + 1, demand.most_kv_blocks * demand.kv_block_bytes
+    )
     enough_bytes = demand.fixed_bytes + layers_bytes + kv_bytes
     larger = [size for factor in (1.5, 2.0) if (size := int(plan.budget_bytes * factor)) < enough_bytes]
     told = [text for size in (*larger, enough_bytes) if (text := _gain(plan, plan_memory(size, demand), outlook))]

@@ -87,7 +87,10 @@ def _assumptions(outlook: Outlook) -> str:
     peak = outlook.model.peak_operations_per_s / 1e12
     speeds = f"Measured: disk {disk:.2f} GB/s, memory {memory:.1f} GB/s, products {peak:.2f} T operations/s. "
     if outlook.speculation is None:
-        return speeds + f"Prompts of {PROMPT_TOKENS} tokens, up to {outlook.pass_tokens} tokens in a pass."
+        return speeds + (
+            f"Prompts of {PROMPT_TOKENS} tokens, up to {outlook.pass_tokens} tokens in a pass, none of them in the "
+            "prefix cache."
+        )
     if not outlook.speculation.length:
         return speeds + "No draft."
     return speeds + (

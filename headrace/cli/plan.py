@@ -41,6 +41,9 @@ def plan(
     ] = 0.8,
     batch: Annotated[int, typer.Option(min=1, help="Most sequences that share a decode pass.")] = DECODE_BATCH,
     context_length: Annotated[int | None, typer.Option(min=1, help="Longest sequence served (the model's).")] = None,
+    prefix_cache: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Prefill: KV kept for prompts that begin alike (what is left).")
+    ] = None,
     recalibrate: Annotated[bool, typer.Option("--recalibrate", help="Measure this machine again.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -65,7 +68,7 @@ def plan(
     opened = Pack.open(pack)
     drafting = None if stage == "prefill" else DraftPack.open(draft, draft_pack, opened)
     budget_bytes = parse_bytes(memory)
-    demand = _demand(stage, opened, drafting, batch, draft, draft_length, context_length, recalibrate)
+    demand = _demand(stage, opened, drafting, batch, draft, draft_length, context_length, prefix_cache, recalibrate)
     plan_memory(budget_bytes, demand)  # refuses before anything is measured
     with options.messages.status("measuring disk, memory and matrix products …"):
         threads = torch.get_num_threads()
@@ -84,6 +87,7 @@ def _demand(
     draft: str,
     draft_length: int | None,
     context_length: int | None,
+    prefix_cache: str | None,
     recalibrate: bool,
 ) -> Demand:
     from shared.demand import DecodeSettings, PrefillSettings, decode_demand, prefill_demand, spool_bytes
@@ -92,7 +96,12 @@ def _demand(
     runtime_bytes = _runtime_bytes(stage, pack, drafting, draft, recalibrate)
     if stage == "prefill":
         spool = spool_bytes(pack, context)
-        prefill = PrefillSettings(context_length=context, pass_tokens=PREFILL_PASS_TOKENS, spool_bytes=spool)
+        prefill = PrefillSettings(
+            context_length=context,
+            pass_tokens=PREFILL_PASS_TOKENS,
+            spool_bytes=spool,
+            prefix_cache_bytes=parse_bytes(prefix_cache) if prefix_cache else None,
+        )
         return prefill_demand(pack, prefill, runtime_bytes)
     colocated = stage == "colocated"
     decode = DecodeSettings(

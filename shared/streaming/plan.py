@@ -49,6 +49,10 @@ class Demand:
     fewest_kv_blocks: int = 0
     most_kv_blocks: int = 0
     """More than this many blocks could not be used."""
+    kv_share: float = 0.5
+    """Of what is left over: how much KV may take before layers do."""
+    kv_name: str = "KV blocks"
+    """What the table calls them."""
 
     @property
     def fixed_bytes(self) -> int:
@@ -123,7 +127,7 @@ class MemoryPlan:
             (f"resident layers ({resident} of {demand.layers})", resident * demand.layer_bytes),
             (f"slots ({residency.slots})", residency.slots * demand.layer_bytes),
             *([experts] if demand.experts else []),
-            (f"KV blocks ({self.kv_blocks})", self.kv_blocks * demand.kv_block_bytes),
+            (f"{demand.kv_name} ({self.kv_blocks})", self.kv_blocks * demand.kv_block_bytes),
         ]
 
     @property
@@ -132,7 +136,7 @@ class MemoryPlan:
 
 
 def plan_memory(budget_bytes: int, demand: Demand) -> MemoryPlan:
-    """Spends a budget: first what must be there, then KV up to half of the rest, then weights, then KV again.
+    """Spends a budget: first what must be there, then KV up to its share of the rest, then weights, then KV again.
 
     Raises:
         BudgetError: even the least does not fit; the message names the smallest budget that works.
@@ -145,7 +149,7 @@ def plan_memory(budget_bytes: int, demand: Demand) -> MemoryPlan:
     left = budget_bytes - demand.fixed_bytes
     slots_bytes, fewest_kv_bytes = demand.fewest_slots_bytes, demand.fewest_kv_blocks * demand.kv_block_bytes
     # Layers and KV divide bytes, not blocks: otherwise a slightly larger budget, by one block more, could cost a layer.
-    kv_bytes = _clamp(left // 2, fewest_kv_bytes, demand.most_kv_blocks * demand.kv_block_bytes)
+    kv_bytes = _clamp(int(left * demand.kv_share), fewest_kv_bytes, demand.most_kv_blocks * demand.kv_block_bytes)
     residency = _residency(max(left - kv_bytes, slots_bytes), demand)
     left -= (len(residency.resident) + residency.slots) * demand.layer_bytes
     left -= (residency.expert_slots or 0) * demand.expert_bytes

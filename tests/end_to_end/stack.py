@@ -26,6 +26,7 @@ from headrace.retry import RetryPolicy
 from headrace.types import Completion
 from headrace.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from prefill_service.engine import PrefillEngine
+from prefill_service.prompt_cache import PromptCache
 from prefill_service.scheduler import PromptScheduler
 from prefill_service.servicer import PrefillServicer
 from shared.blocks import BlockPool
@@ -112,10 +113,11 @@ async def prefill_replica(
     queue_limit: int = 1024,
     spool_bytes: int = 64 << 20,
     spool_folder: SpoolFolder | None = None,
+    cache_blocks: int = 256,
     address: Address = ANY_LOOPBACK_PORT,
     computes: bool = True,
 ) -> AsyncIterator[Prefill]:
-    """Serves a pack's prefill while the context is open.
+    """Serves a pack's prefill while the context is open; at its end every block must be accounted for.
 
     Args:
         computes: false leaves prompts waiting for ever.
@@ -126,9 +128,12 @@ async def prefill_replica(
         queued=lambda: scheduler.queued,
         running=lambda: scheduler.running,
         queued_tokens=lambda: scheduler.queued_tokens,
+        kv_blocks=lambda: cache_blocks,
+        kv_blocks_cached=lambda: cache.blocks_cached,
     )
     telemetry = _telemetry("prefill", pack, gauges)
-    engine = PrefillEngine(Model(pack, residency(pack)), layout_of(pack), scheduler, telemetry)
+    cache = PromptCache(BlockPool(cache_blocks, BLOCK_TOKENS), pack.manifest.model_digest)
+    engine = PrefillEngine(Model(pack, residency(pack)), layout_of(pack), scheduler, telemetry, cache)
     spool = Spool(spool_bytes, spool_folder)
     servicer = PrefillServicer(
         scheduler,
@@ -154,6 +159,7 @@ async def prefill_replica(
         scheduler.close()
         if computes:
             await asyncio.to_thread(engine.join)
+        engine.check_integrity()
         spool.close()
 
 

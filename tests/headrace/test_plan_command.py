@@ -48,6 +48,17 @@ def test_as_json_it_has_the_same_for_every_stage(tiny_pack: TinyPack, stage: str
     assert found["draft_length"] == (None if stage == "prefill" else 0)
 
 
+def test_prefill_keeps_the_prefixes_that_it_is_asked_to_keep(tiny_pack: TinyPack) -> None:
+    options = ("--memory", "2GiB", "--stage", "prefill", "--json")
+    blocks = {
+        size: json.loads(plan(tiny_pack("bf16"), *options, *(["--prefix-cache", size] if size else [])).stdout)[
+            "kv_blocks"
+        ]
+        for size in ("", "0", "1MiB")
+    }
+    assert blocks[""] > blocks["1MiB"] > blocks["0"] == 0
+
+
 def test_drafts_cost_memory_and_time_and_yield_what_acceptance_says(tiny_pack: TinyPack) -> None:
     options = ("--memory", "2GiB", "--draft-length", "3", "--acceptance", "0.5", "--json")
     copy = ("--draft", "self", "--draft-pack", str(tiny_pack("int8")))

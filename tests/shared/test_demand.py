@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import pytest
 
+from shared.blocks import BlockPool
 from shared.demand import DecodeSettings, PrefillSettings, decode_demand, prefill_demand, sampling_bytes, spool_bytes
 from shared.draft_pack import DraftPack
 from shared.errors import ConfigurationError
+from shared.kv.paged import PagedKeyValues
 from shared.limits import NOISE_VECTORS
 from shared.pack.reader import Pack
+from shared.prefix_cache import PrefixCache
+from shared.streaming.plan import plan_memory
 from tests.conftest import TinyPack
 
 RUNTIME = 1000
@@ -25,9 +30,39 @@ def pack(tiny_pack: TinyPack) -> Pack:
 def test_prefill_needs_no_kv_blocks_and_room_for_the_longest_prompt(pack: Pack) -> None:
     short = PrefillSettings(context_length=64, pass_tokens=128, spool_bytes=500)
     demand = prefill_demand(pack, short, RUNTIME)
-    assert (demand.runtime_bytes, demand.transfer_bytes, demand.kv_block_bytes) == (RUNTIME, 500, 0)
+    assert (demand.runtime_bytes, demand.transfer_bytes, demand.fewest_kv_blocks) == (RUNTIME, 500, 0)
     longer = prefill_demand(pack, replace(short, context_length=512), RUNTIME)
     assert longer.workspace_bytes > demand.workspace_bytes
+
+
+def test_a_prefix_cache_takes_what_is_left_over_or_exactly_what_was_asked_for(pack: Pack) -> None:
+    settings = PrefillSettings(context_length=512, pass_tokens=512, spool_bytes=500)
+    left_over = prefill_demand(pack, settings, RUNTIME)
+    none = prefill_demand(pack, replace(settings, prefix_cache_bytes=0), RUNTIME)
+    assert left_over.smallest_budget_bytes == none.smallest_budget_bytes
+    assert (none.most_kv_blocks, left_over.most_kv_blocks) == (0, 16 * 512 // 16)
+    assert 0 < left_over.kv_share < 0.5, "layers that stay are worth more"
+    asked = prefill_demand(pack, replace(settings, prefix_cache_bytes=1 << 20), RUNTIME)
+    assert asked.fewest_kv_blocks == asked.most_kv_blocks == (1 << 20) // asked.kv_block_bytes > 0
+    assert plan_memory(asked.least_bytes, asked).kv_blocks == asked.most_kv_blocks
+    with pytest.raises(ConfigurationError, match=f"--prefix-cache {asked.kv_block_bytes}, or 0"):
+        prefill_demand(pack, replace(settings, prefix_cache_bytes=100), RUNTIME)
+
+
+def test_a_block_that_is_kept_pays_for_its_contents_and_for_being_known(pack: Pack) -> None:
+    settings = PrefillSettings(context_length=512, pass_tokens=512, spool_bytes=500)
+    block_bytes = prefill_demand(pack, settings, RUNTIME).kv_block_bytes
+    blocks = 2000
+    pool = BlockPool(blocks)
+    cache = PrefixCache(pool, pack.manifest.model_digest)
+    tracemalloc.start()
+    try:
+        cache.insert(list(range(300, 300 + 16 * blocks)), "", pool.allocate(blocks))
+        known_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    contents_bytes = PagedKeyValues.block_bytes(pack.spec, pack.scheme.compute_dtype)
+    assert contents_bytes + known_bytes / blocks < block_bytes < contents_bytes + 3 * known_bytes / blocks
 
 
 def test_decode_pays_for_handoffs_or_for_prompts_of_its_own(pack: Pack) -> None:

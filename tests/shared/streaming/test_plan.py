@@ -32,6 +32,7 @@ def demands(draw: st.DrawFn) -> Demand:
         kv_block_bytes=draw(st.integers(1, layer_bytes)) if blocks else 0,
         fewest_kv_blocks=fewest,
         most_kv_blocks=fewest + draw(st.integers(0, 2000)) if blocks else 0,
+        kv_share=draw(st.sampled_from([0.125, 0.5])),
     )
 
 
