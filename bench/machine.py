@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import re
 import statistics
 import threading
 import time
@@ -23,9 +22,9 @@ from rich.console import Console
 from torch.nn.functional import linear
 
 from shared.config import memory_limit_bytes
+from shared.processor import NOTABLE_INSTRUCTIONS, instructions, processor_name
 from shared.tensors import aligned_buffer, byte_view
 
-NOTABLE_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 PACKAGES = ("headrace", "torch", "bitsandbytes", "grpcio")
 BLOCK_BYTES = 8 << 20
 
@@ -57,14 +56,11 @@ class Machine:
 
 def this_machine() -> Machine:
     """Describes the machine that this runs on."""
-    cpu = Path("/proc/cpuinfo").read_text()
-    model, flags = (re.search(rf"^{name}\s*:\s*(.*)$", cpu, re.MULTILINE) for name in ("model name", "flags"))
-    known = set(flags[1].split()) if flags else set()
     cuda = range(torch.cuda.device_count())
     return Machine(
-        processor=model[1] if model else platform.machine(),
+        processor=processor_name(),
         cores=len(os.sched_getaffinity(0)),
-        instructions=[flag for flag in NOTABLE_FLAGS if flag in known],
+        instructions=[name for name in NOTABLE_INSTRUCTIONS if name in instructions()],
         memory_bytes=memory_limit_bytes(),
         devices=[torch.cuda.get_device_name(index) for index in cuda],
         system=platform.platform(),

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli.batch import batch
+from headrace.cli.doctor import doctor
 from headrace.cli.generate import generate
 from headrace.cli.inspect import inspect
 from headrace.cli.pack import pack_command
@@ -31,6 +32,7 @@ app.command()(plan)
 app.command()(serve)
 app.command()(batch)
 app.command()(generate)
+app.command()(doctor)
 
 
 @app.callback()
