@@ -260,13 +260,15 @@ def category_rows(results: Sequence[Result]) -> list[list[str]]:
     """Acceptance by kind of prompt: one column for each draft."""
     drafts = list(dict.fromkeys(result.draft for result in results))
     categories = sorted({category for result in results for category in result.draft_tokens})
-    return [[category, *(_acceptance(results, draft, category) for draft in drafts)] for category in categories]
+    shares = {category: [acceptance(results, draft, category) for draft in drafts] for category in categories}
+    return [[category, *("" if share is None else f"{share:.0%}" for share in row)] for category, row in shares.items()]
 
 
-def _acceptance(results: Sequence[Result], draft: str, category: str) -> str:
+def acceptance(results: Sequence[Result], draft: str, category: str) -> float | None:
+    """Share of a draft's tokens that were accepted in answers to prompts of one kind; None where it proposed none."""
     drafted = sum(result.draft_tokens.get(category, 0) for result in results if result.draft == draft)
     accepted = sum(result.accepted_tokens.get(category, 0) for result in results if result.draft == draft)
-    return f"{accepted / drafted:.0%} of {drafted}" if drafted else ""
+    return accepted / drafted if drafted else None
 
 
 def draw(source: Path, picture: Path) -> None:
@@ -282,18 +284,13 @@ def draw(source: Path, picture: Path) -> None:
         left.set(xlabel="requests at once", ylabel="tokens/s in all", title="decode", ylim=(0, None))
         left.set_xscale("log", base=2)
         left.legend(fontsize=7)
-        drafting = [result for result in results if sum(result.draft_tokens.values())]
-        for offset, draft in enumerate(dict.fromkeys(result.draft for result in drafting)):
-            drafted: dict[str, int] = defaultdict(int)
-            accepted: dict[str, int] = defaultdict(int)
-            for result in (result for result in drafting if result.draft == draft):
-                for category, count in result.draft_tokens.items():
-                    drafted[category] += count
-                    accepted[category] += result.accepted_tokens[category]
-            shares = {category: accepted[category] / count for category, count in sorted(drafted.items()) if count}
-            places = [place + 0.35 * offset for place in range(len(shares))]
-            right.barh(places, list(shares.values()), height=0.33, label=draft)
-            right.set_yticks(range(len(shares)), list(shares), fontsize=6)
+        categories = sorted({name for result in results for name, count in result.draft_tokens.items() if count})
+        drafts = list(dict.fromkeys(result.draft for result in results if sum(result.draft_tokens.values())))
+        for number, draft in enumerate(drafts):
+            places = [place + number / (len(drafts) + 1) for place in range(len(categories))]
+            shares = [acceptance(results, draft, category) or 0.0 for category in categories]
+            right.barh(places, shares, height=1 / (len(drafts) + 1.5), label=draft)
+        right.set_yticks(range(len(categories)), categories, fontsize=6)
         right.set(xlabel="share of draft tokens accepted", title="by category", xlim=(0, 1))
         right.invert_yaxis()
         right.legend(fontsize=7)

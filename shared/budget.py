@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from shared.metrics import rss_bytes
+from shared.quant.packed import settle_matrix
 from shared.quant.schemes import Scheme
 from shared.streaming.plan import MemoryPlan, mebibytes
 
@@ -36,5 +37,6 @@ def _multiply_once(scheme: Scheme) -> None:
     shapes = scheme.components(256, 256).items()
     components = {suffix: torch.zeros(shape, dtype=dtype) for suffix, (dtype, shape) in shapes}
     with torch.inference_mode():
-        for rows in (1, 8, 128):
-            scheme.product(torch.zeros(rows, 256, dtype=scheme.compute_dtype), components)
+        for weight in (components, settle_matrix(components, scheme)):
+            for rows in (1, 8, 128):
+                scheme.product(torch.zeros(rows, 256, dtype=scheme.compute_dtype), weight)

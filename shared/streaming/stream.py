@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
+from torch import Tensor
+
 from shared.model.layers import LayerWeights
-from shared.pack.format import bind
+from shared.pack.format import FUSED, bind
 from shared.pack.reader import Pack
+from shared.quant.packed import settle
 from shared.streaming.experts import ExpertStream
 from shared.streaming.files import DataFile
 from shared.streaming.loader import READERS
@@ -32,7 +35,7 @@ class LayerStream:
         """
         self._pack = pack
         self._layers = pack.spec.layers
-        self._resident = {layer: self._load(layer) for layer in sorted(residency.resident)}
+        self._resident = self._load_all(sorted(residency.resident))
         files = self._open(layer for layer in range(self._layers) if layer not in residency.resident)
         slots = [self._slot() for _ in range(residency.slots)]
         self.experts: ExpertStream | None = None
@@ -94,12 +97,23 @@ class LayerStream:
         buffer = aligned_buffer(self._pack.layer_layout.data_bytes)
         return Slot(buffer, LayerWeights.of(bind(buffer, self._pack.layer_layout), self._pack.scheme))
 
-    def _load(self, layer: int) -> LayerWeights:
-        slot, file = self._slot(), self._file(layer)
-        view = byte_view(slot.buffer)
+    def _load_all(self, layers: Sequence[int]) -> dict[int, LayerWeights]:
+        if not layers:
+            return {}
+        staging = aligned_buffer(self._pack.layer_layout.data_bytes)
+        return {layer: self._load(layer, staging) for layer in layers}
+
+    def _load(self, layer: int, staging: Tensor) -> LayerWeights:
+        """A layer that stays, in the layout that is multiplied fastest.
+
+        Args:
+            staging: memory for a layer as it is stored.
+        """
+        file, view = self._file(layer), byte_view(staging)
         try:
             file.read(view, 0)
             file.verify(view)
         finally:
             file.close()
-        return slot.weights
+        stored = bind(staging, self._pack.layer_layout)
+        return LayerWeights.of(settle(stored, FUSED, self._pack.scheme), self._pack.scheme)
