@@ -1,20 +1,22 @@
-"""Calling prefill: one channel per replica, the least busy first, another one when a call fails."""
+"""Calling prefill: on a replica that is not busy, and on another one when a call fails."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import grpc
 
+from decode_service.replicas import Replica, Replicas, Sample
 from headrace.v1 import prefill_pb2, prefill_pb2_grpc
-from shared.config import CHANNEL_OPTIONS
 from shared.errors import (
     CapacityError,
     DataLossError,
+    DeadlineError,
     HeadraceError,
     InvalidRequestError,
     ModelMismatchError,
@@ -23,60 +25,51 @@ from shared.errors import (
 from shared.kv.handoff import HandoffReceiver, KvLayout, PrefillOutcome
 from shared.wire import frame_from_wire, layout_from_wire, layout_to_wire, outcome_from_wire
 
-log = logging.getLogger(__name__)
-
-REPLICA_OPTIONS = (
-    *CHANNEL_OPTIONS,
-    # A replica that comes back is found soon; gRPC's own pause grows to two minutes.
-    ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-    # A proxy set in the environment is for the world outside, not for the other stage.
-    ("grpc.enable_http_proxy", 0),
-)
+Answer = TypeVar("Answer")
 
 ROUNDS = 3
 """How often every replica is tried before a request fails."""
 FIRST_PAUSE_S = 0.1
 """Pause before the second round; doubled before each further one."""
-SET_ASIDE_S = 2.0
-"""How long a replica that failed is asked last."""
 
 _ERRORS: dict[grpc.StatusCode, type[HeadraceError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
     grpc.StatusCode.FAILED_PRECONDITION: ModelMismatchError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: CapacityError,
     grpc.StatusCode.DATA_LOSS: DataLossError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
 }
 """What a status of prefill means here; every other status makes the replica unavailable."""
-
-
-@dataclass(eq=False)
-class _Replica:
-    address: str
-    channel: grpc.aio.Channel
-    calls: int = 0
-    failed_s: float = -SET_ASIDE_S
-
-    @property
-    def load(self) -> tuple[bool, int]:
-        return time.monotonic() - self.failed_s < SET_ASIDE_S, self.calls
 
 
 class PrefillClient:
     """Computes prompts on whichever prefill replica answers."""
 
-    def __init__(self, addresses: list[str], *, model_digest: str, layout: KvLayout, hidden_size: int) -> None:
-        """Opens a channel to each address; replicas need not be up yet."""
+    def __init__(
+        self,
+        targets: Sequence[str],
+        *,
+        model_digest: str,
+        layout: KvLayout,
+        hidden_size: int,
+        sample: Sample = random.sample,
+    ) -> None:
+        """Prepares calls to all replicas that the gRPC targets stand for; they need not be up yet.
+
+        Args:
+            sample: draws the replicas among which the least busy is chosen.
+
+        Raises:
+            ConfigurationError: one of the texts is no target.
+        """
         self._model_digest = model_digest
         self._layout = layout
         self._hidden_size = hidden_size
-        self._replicas = [
-            _Replica(address, grpc.aio.insecure_channel(address, options=REPLICA_OPTIONS)) for address in addresses
-        ]
+        self._replicas = Replicas(targets, sample=sample)
 
     async def close(self) -> None:
         """Closes all channels."""
-        await asyncio.gather(*(replica.channel.close(None) for replica in self._replicas))
+        await self._replicas.close()
 
     async def prefill(
         self,
@@ -103,6 +96,7 @@ class PrefillClient:
 
         Raises:
             InvalidRequestError, ModelMismatchError, CapacityError, DataLossError: as prefill says.
+            DeadlineError: the time is over.
             UnavailableError: no replica could compute it.
         """
         request = prefill_pb2.PrefillRequest(
@@ -114,35 +108,62 @@ class PrefillClient:
             held_tokens=held_tokens,
             cache_salt=cache_salt,
         )
+
+        async def once(replica: Replica, left_s: float | None) -> PrefillOutcome:
+            return await self._prefill_on(replica, request, store, left_s)
+
+        return await self._somewhere(len(token_ids), timeout_s, once)
+
+    async def _somewhere(
+        self, tokens: int, timeout_s: float | None, call: Callable[[Replica, float | None], Awaitable[Answer]]
+    ) -> Answer:
+        """Makes a call on one replica after another, until one answers it or refuses it for good."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         failure: HeadraceError = UnavailableError("no prefill replica is configured")
-        for attempt in range(ROUNDS * len(self._replicas)):
-            if attempt and attempt % len(self._replicas) == 0:
-                await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt // len(self._replicas) - 1))
-            replica = min(self._replicas, key=lambda replica: replica.load)
-            left_s = None if deadline_s is None else deadline_s - time.monotonic()
+        for round_number in range(ROUNDS):
+            if round_number:
+                await _pause(FIRST_PAUSE_S * 2 ** (round_number - 1), deadline_s)
             try:
-                return await self._prefill_on(replica, request, store, left_s)
-            except (InvalidRequestError, CapacityError):
-                raise
-            except HeadraceError as error:
+                untried = await self._replicas.known()
+            except UnavailableError as error:
                 failure = error
-                replica.failed_s = time.monotonic()
-                log.warning("prefill on %s failed for request %s: %s", replica.address, request_id, error)
+                continue
+            full: _QueueFullError | None = None
+            while untried:
+                replica = await self._replicas.least_busy(untried)
+                untried.remove(replica)
+                try:
+                    with replica.calling(tokens):
+                        answer = await call(replica, _left_s(deadline_s))
+                except _QueueFullError as error:
+                    full = error
+                except (InvalidRequestError, CapacityError, DeadlineError):
+                    raise
+                except ModelMismatchError as error:
+                    failure = error
+                    replica.mismatched(error)
+                except HeadraceError as error:
+                    failure = error
+                    replica.failed(error)
+                    self._replicas.look_again()
+                else:
+                    replica.succeeded()
+                    return answer
+            if full:
+                raise full
         raise failure
 
     async def _prefill_on(
         self,
-        replica: _Replica,
+        replica: Replica,
         request: prefill_pb2.PrefillRequest,
         store: Callable[[int, int, bytes, bytes], None],
         timeout_s: float | None,
     ) -> PrefillOutcome:
         receiver = HandoffReceiver(self._layout, len(request.token_ids), store, request.held_tokens)
         call = prefill_pb2_grpc.PrefillServiceStub(replica.channel).Prefill(request, timeout=timeout_s)
-        replica.calls += 1
-        try:
-            async for response in call:
+        with _errors_of(replica, call) as stream:
+            async for response in stream:
                 match response.WhichOneof("event"):
                     case "header":
                         self._check_header(request, response.header)
@@ -153,13 +174,6 @@ class PrefillClient:
                         receiver.finish(outcome, self._hidden_size)
                         return outcome
             raise DataLossError("the prefill stream ended without a result")
-        except grpc.aio.AioRpcError as error:
-            raise _ERRORS.get(error.code(), UnavailableError)(
-                f"prefill replica {replica.address}: {error.details() or error.code().name}"
-            ) from None
-        finally:
-            replica.calls -= 1
-            call.cancel()
 
     def _check_header(self, request: prefill_pb2.PrefillRequest, header: prefill_pb2.PrefillHeader) -> None:
         """Confirms, before anything is stored, that this is the answer to our question."""
@@ -168,3 +182,49 @@ class PrefillClient:
         self._layout.require(layout_from_wire(header.kv_layout), "prefill")
         if (header.request_id, header.prompt_tokens) != (request.request_id, len(request.token_ids)):
             raise DataLossError("prefill answers another request")
+
+
+class _QueueFullError(CapacityError):
+    """The replica has not begun; another one may."""
+
+
+class _Stream:
+    """The responses of a call, and whether there has been one."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self.begun = False
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        async for response in self._call:
+            self.begun = True
+            yield response
+
+
+@contextmanager
+def _errors_of(replica: Replica, call: Any) -> Iterator[_Stream]:
+    """Around reading a call: statuses become our errors, and whatever happens the call is over in the end."""
+    stream = _Stream(call)
+    try:
+        yield stream
+    except grpc.aio.AioRpcError as error:
+        kind = _ERRORS.get(error.code(), UnavailableError)
+        if kind is CapacityError and not stream.begun:
+            kind = _QueueFullError
+        raise kind(f"prefill replica {replica.address}: {error.details() or error.code().name}") from None
+    finally:
+        call.cancel()
+
+
+def _left_s(deadline_s: float | None) -> float | None:
+    if deadline_s is None:
+        return None
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise DeadlineError("the deadline passed before a prefill replica had computed the prompt; allow more time")
+    return left_s
+
+
+async def _pause(pause_s: float, deadline_s: float | None) -> None:
+    left_s = _left_s(deadline_s)
+    await asyncio.sleep(pause_s if left_s is None else min(pause_s, left_s))

@@ -4,6 +4,7 @@
     ├── InvalidRequestError       the request can never be served as it is
     ├── ModelMismatchError        caller and replica disagree about model, dtype or layout
     ├── CapacityError             no room now: queue, KV pool, spool
+    ├── DeadlineError             the caller's time is over
     ├── UnavailableError          draining, a peer is down, a layer cannot be read right now
     ├── DataLossError             stored weights are damaged
     └── ConfigurationError        the operator's settings cannot work
@@ -28,6 +29,10 @@ class ModelMismatchError(HeadraceError):
 
 class CapacityError(HeadraceError):
     """There is no room now; the same request may succeed later or with a larger budget."""
+
+
+class DeadlineError(HeadraceError):
+    """The caller's time was over before there was an answer."""
 
 
 class UnavailableError(HeadraceError):

@@ -18,6 +18,7 @@ from shared.config import parse_address
 from shared.errors import (
     CapacityError,
     DataLossError,
+    DeadlineError,
     HeadraceError,
     InvalidRequestError,
     ModelMismatchError,
@@ -48,6 +49,7 @@ async def client_of(path: Path, *addresses: str) -> AsyncIterator[PrefillClient]
         model_digest=pack.manifest.model_digest,
         layout=layout_of(pack),
         hidden_size=pack.spec.hidden_size,
+        sample=lambda replicas, count: list(replicas[:count]),
     )
     try:
         yield client
@@ -55,7 +57,9 @@ async def client_of(path: Path, *addresses: str) -> AsyncIterator[PrefillClient]
         await client.close()
 
 
-async def prefilled(client: PrefillClient, prompt: list[int] = PROMPT, **options: Any) -> tuple[PrefillOutcome, Stored]:
+async def prefilled(
+    client: PrefillClient, prompt: list[int] = PROMPT, timeout_s: float = 60, **options: Any
+) -> tuple[PrefillOutcome, Stored]:
     """The outcome, and what was stored since the last beginning."""
     stored: Stored = []
 
@@ -64,7 +68,7 @@ async def prefilled(client: PrefillClient, prompt: list[int] = PROMPT, **options
             stored.clear()
         stored.append(frame)
 
-    return await client.prefill("r1", prompt, store, timeout_s=60, **options), stored
+    return await client.prefill("r1", prompt, store, timeout_s, **options), stored
 
 
 async def dead_address(path: Path) -> str:
@@ -201,20 +205,101 @@ async def test_another_model_is_a_mismatch_everywhere_and_nothing_is_computed(pa
         assert other.telemetry.totals.passes == 0
 
 
-async def test_a_mismatched_replica_does_not_stop_a_good_one(pack: Path, tiny_pack: TinyPack) -> None:
+async def test_a_mismatched_replica_is_reported_once_and_does_not_stop_a_good_one(
+    pack: Path, tiny_pack: TinyPack, caplog: pytest.LogCaptureFixture
+) -> None:
     async with (
         prefill_replica(tiny_pack("fp32", seed=5)) as other,
         prefill_replica(pack) as good,
         client_of(pack, other.address, good.address) as client,
     ):
-        await prefilled(client)
-        assert (other.telemetry.totals.passes, good.telemetry.totals.passes) == (0, 1)
+        for _ in range(3):
+            await prefilled(client)
+        assert (other.telemetry.totals.passes, good.telemetry.totals.passes) == (0, 3)
+    (report,) = [message for message in caplog.messages if "prefill replica" in message]
+    assert f"{other.address} does not fit" in report
+    assert "deploy one pack to both" in report
 
 
 async def test_a_bad_prompt_is_not_tried_again(pack: Path) -> None:
     async with prefill_replica(pack) as replica, client_of(pack, replica.address, replica.address) as client:
         with pytest.raises(InvalidRequestError, match="token id 999 is outside"):
             await prefilled(client, [999])
+
+
+async def test_a_full_queue_means_another_replica_and_is_no_failure(
+    pack: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        prefill_replica(pack, queue_limit=0) as full,
+        prefill_replica(pack) as free,
+        client_of(pack, full.address, free.address) as client,
+    ):
+        caplog.clear()
+        for _ in range(2):
+            await prefilled(client)
+        assert free.telemetry.totals.passes == 2
+        assert "prefill replica" not in caplog.text
+
+
+async def test_what_a_replica_has_queued_for_others_counts_too(pack: Path) -> None:
+    async with (
+        prefill_replica(pack, computes=False) as busy,
+        prefill_replica(pack) as free,
+        client_of(pack, busy.address) as other,
+        client_of(pack, busy.address, free.address) as client,
+    ):
+        waiting = asyncio.create_task(prefilled(other))
+        await until(lambda: busy.scheduler.queued == 1)
+        await prefilled(client)
+        assert free.telemetry.totals.passes == 1
+        waiting.cancel()
+        await until(lambda: busy.scheduler.queued == 0)
+
+
+async def test_a_deadline_that_passes_is_no_failure_of_the_replica(
+    pack: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        prefill_replica(pack, computes=False) as slow,
+        prefill_replica(pack, computes=False) as other,
+        client_of(pack, slow.address, other.address) as client,
+    ):
+        for _ in range(2):
+            with pytest.raises(DeadlineError):
+                await prefilled(client, timeout_s=0.1)
+            await until(lambda: slow.scheduler.queued == 0)
+        waiting = asyncio.create_task(prefilled(client))
+        await until(lambda: slow.scheduler.queued == 1)
+        waiting.cancel()
+        await until(lambda: slow.scheduler.queued == 0)
+        assert "prefill replica" not in caplog.text
+
+
+async def test_retries_end_with_the_deadline(pack: Path) -> None:
+    async with client_of(pack, await dead_address(pack)) as client:
+        with pytest.raises(DeadlineError, match="the deadline passed"):
+            await prefilled(client, timeout_s=0.05)
+
+
+async def test_a_replica_that_is_draining_costs_the_caller_nothing(pack: Path) -> None:
+    async with (
+        prefill_replica(pack) as leaving,
+        prefill_replica(pack) as staying,
+        client_of(pack, leaving.address, staying.address) as client,
+    ):
+        leaving.scheduler.close()
+        for _ in range(3):
+            await prefilled(client)
+        assert staying.telemetry.totals.passes == 3
+
+
+@pytest.mark.parametrize("form", ["localhost:{port}", "dns:///localhost:{port}", "dns:localhost:{port}"])
+async def test_replicas_are_found_by_name(pack: Path, form: str) -> None:
+    async with prefill_replica(pack) as replica:
+        async with client_of(pack, form.format(port=replica.server.address.port)) as client:
+            await prefilled(client)
+        assert replica.telemetry.totals.passes == 1
 
 
 async def test_a_full_queue_is_reported_as_such(pack: Path) -> None:
