@@ -110,7 +110,7 @@ def _fused(
     """The components of one stored matrix, from the logical matrices whose rows it holds."""
     encoded = []
     for part in parts:
-        components = scheme.encode(source.layer_tensor(layer, f"{part}.weight"))
+        components = source.encoded(layer, part, scheme)
         for suffix, tensor in components.items():
             digests[f"layers.{layer}.{part}.{suffix}"] = encoded_digest(tensor)
         encoded.append(components)

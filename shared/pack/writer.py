@@ -61,9 +61,10 @@ def write_pack(
 
     Raises:
         ConfigurationError: `out` exists, another process is packing to it, or the disk has too little room.
-        UnsupportedModelError: the scheme cannot hold a matrix of this model.
+        UnsupportedModelError: the scheme cannot hold a matrix of this model, or would quantize one a second time.
         DataLossError: the source holds values that are not finite.
     """
+    source.require_scheme(scheme)
     sizes = file_sizes(source, scheme)
     out.parent.mkdir(parents=True, exist_ok=True)
     with workspace_of(out) as workspace:

@@ -19,6 +19,7 @@ UNDERSTOOD = {
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta",
     "rope_scaling", "rope_parameters", "tie_word_embeddings", "eos_token_id",
+    "quantization_config",
 }  # fmt: skip
 
 ONLY_VALUE: JsonObject = {

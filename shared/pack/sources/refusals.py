@@ -10,7 +10,6 @@ from shared.pack.sources.config import JsonObject
 QUANTIZERS = {
     "gptq": "GPTQ",
     "awq": "AWQ",
-    "bitsandbytes": "bitsandbytes",
     "fp8": "FP8",
     "fbgemm_fp8": "FP8",
     "compressed-tensors": "compressed-tensors",
@@ -46,7 +45,7 @@ def refuse_folder(folder: Path) -> None:
         )
     for file, quantizer in (("quantize_config.json", "GPTQ"), ("quant_config.json", "AWQ")):
         if (folder / file).is_file():
-            raise UnsupportedModelError(_quantized_message(name, quantizer, file))
+            raise UnsupportedModelError(quantized_message(name, quantizer, file))
     if not any(folder.glob("*.safetensors")):
         pickled = (path for path in sorted(folder.iterdir()) if path.suffix in PICKLE_SUFFIXES)
         for path in pickled:
@@ -65,10 +64,10 @@ def refuse_config(config: JsonObject, checkpoint: str) -> None:
         UnsupportedModelError: quantized by another program, more than text, or an encoder.
     """
     quantization = config.get("quantization_config") or config.get("compression_config")
-    if quantization is not None:
+    if quantization is not None and not is_bitsandbytes(config):
         method = str(quantization.get("quant_method")) if isinstance(quantization, dict) else ""
         raise UnsupportedModelError(
-            _quantized_message(checkpoint, QUANTIZERS.get(method, method), "quantization_config")
+            quantized_message(checkpoint, QUANTIZERS.get(method, method), "quantization_config")
         )
     for field, tower in OTHER_TOWERS.items():
         if config.get(field) is not None:
@@ -83,6 +82,12 @@ def refuse_config(config: JsonObject, checkpoint: str) -> None:
         )
 
 
+def is_bitsandbytes(config: JsonObject) -> bool:
+    """Whether a configuration says that matrices are quantized by bitsandbytes, which are read as they are."""
+    quantization = config.get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "bitsandbytes"
+
+
 def pickle_message(path: Path) -> str:
     """Why a pickled checkpoint is refused, and what to do."""
     return (
@@ -91,7 +96,8 @@ def pickle_message(path: Path) -> str:
     )
 
 
-def _quantized_message(checkpoint: str, quantizer: str, evidence: str) -> str:
+def quantized_message(checkpoint: str, quantizer: str, evidence: str) -> str:
+    """Why a checkpoint of another program's codes is refused, and what to do."""
     return (
         f"{checkpoint} is quantized with {quantizer or 'another program'} ({evidence}); "
         "give the unquantized checkpoint, or a GGUF file of it"

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shared.errors import DataLossError, UnsupportedModelError
 from shared.model.spec import ModelSpec
+from shared.pack.sources.bitsandbytes_matrices import QuantizedMatrix, quantized_matrices
 from shared.pack.sources.config_json import family_of_config, spec_of_config
 from shared.pack.sources.expert_names import stacked_expert, stored_expert_module, stores_stacked
 from shared.pack.sources.families import Family
-from shared.pack.sources.refusals import refuse_folder
+from shared.pack.sources.refusals import is_bitsandbytes, quantized_message, refuse_folder
 from shared.pack.sources.source import Shape, Source, StoredRows, check_tensors, fingerprint_of, stored_rows
+from shared.pack.sources.stored_tensors import StoredTensors
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -42,14 +44,14 @@ def open_folder(folder: Path) -> Source:
     refuse_folder(folder)
     config = _read_json(folder / "config.json")
     family, spec = family_of_config(config, name), spec_of_config(config, name)
-    files = _weight_files(folder)
-    places = _places(family, spec, stacked=stores_stacked(files))
-    _check_stored_tensors(name, files)
+    stored = StoredTensors.of(_weight_files(folder))
+    quantized = _quantized(name, config, stored)
+    places = _places(family, spec, stacked=stores_stacked(stored.files))
     tied_copy = {OUTER_NAMES["output.weight"]} if spec.tied_embeddings else set()
     check_tensors(
         name,
         places,
-        _shapes(files),
+        _shapes(name, stored, quantized),
         # Old checkpoints hold the rotary frequencies, which the spec gives; tied ones may hold the embedding twice.
         ignorable=lambda tensor: tensor.endswith("rotary_emb.inv_freq") or tensor in tied_copy,
     )
@@ -60,17 +62,19 @@ def open_folder(folder: Path) -> Source:
 
     def read_rows(logical_name: str, rows: slice) -> Tensor:
         place = places[logical_name]
-        with safe_open(files[place.tensor], framework="pt") as file:
-            stored = file.get_slice(place.tensor)
-            if place.stacked is None:
-                return cast(Tensor, stored[place.select(rows)])
-            return cast(Tensor, stored[place.stacked : place.stacked + 1, place.select(rows)])[0]
+        if place.tensor in quantized:
+            return quantized[place.tensor].dequantized(place.select(rows))
+        return stored.rows(place.tensor, place.select(rows), place.stacked)
+
+    def read_encoded(logical_name: str) -> dict[str, Tensor]:
+        place = places[logical_name]
+        return quantized[place.tensor].encoded(place.select(slice(None)))
 
     described_by = ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja")
     return Source(
         name=name,
         fingerprint=fingerprint_of(
-            {*files.values(), tokenizer, *(folder / file for file in described_by if _has(folder, file))}
+            {*stored.files.values(), tokenizer, *(folder / file for file in described_by if _has(folder, file))}
         ),
         spec=spec,
         tokenizer_json=tokenizer.read_text(encoding="utf-8"),
@@ -78,6 +82,10 @@ def open_folder(folder: Path) -> Source:
         end_token_ids=_end_token_ids(folder, config),
         special_tokens=_special_tokens(tokenizer_config),
         read_rows=read_rows,
+        stored_as={
+            name: quantized[place.tensor].stored_as for name, place in places.items() if place.tensor in quantized
+        },
+        read_encoded=read_encoded,
     )
 
 
@@ -119,27 +127,29 @@ def _tensor_names(path: Path) -> list[str]:
         raise DataLossError(f"{path.name} is no complete safetensors file ({error}); download it again") from None
 
 
-def _check_stored_tensors(checkpoint: str, files: Mapping[str, Path]) -> None:
-    """Refuses dtypes that are codes of another quantization."""
-    for path in set(files.values()):
-        with safe_open(path, framework="pt") as file:
-            for tensor in file.keys():  # noqa: SIM118  a safe_open handle is no mapping
-                dtype = file.get_slice(tensor).get_dtype()
-                if tensor in files and dtype not in FLOATING_DTYPES:
-                    raise UnsupportedModelError(
-                        f"{checkpoint}: tensor {tensor} is stored as {dtype}; "
-                        f"this version packs {', '.join(FLOATING_DTYPES)}: give the unquantized checkpoint"
-                    )
+def _quantized(checkpoint: str, config: Mapping[str, Any], stored: StoredTensors) -> dict[str, QuantizedMatrix]:
+    """The matrices that bitsandbytes has quantized, where the configuration says so."""
+    if not is_bitsandbytes(config):
+        return {}
+    matrices = quantized_matrices(checkpoint, stored)
+    if not matrices:
+        raise UnsupportedModelError(
+            quantized_message(checkpoint, "bitsandbytes", "quantization_config, but no matrix has its codes")
+        )
+    return matrices
 
 
-def _shapes(files: Mapping[str, Path]) -> dict[str, Shape]:
-    """Every tensor's shape; each file is opened once, for its header may list thousands of experts."""
-    shapes: dict[str, Shape] = {}
-    for path in set(files.values()):
-        with safe_open(path, framework="pt") as file:
-            found = [tensor for tensor, its_path in files.items() if its_path == path]
-            shapes |= {tensor: tuple(file.get_slice(tensor).get_shape()) for tensor in found}
-    return shapes
+def _shapes(checkpoint: str, stored: StoredTensors, quantized: Mapping[str, QuantizedMatrix]) -> dict[str, Shape]:
+    """Shapes of matrices and vectors. Refuses dtypes that are codes of another quantization."""
+    parts = {part for matrix in quantized.values() for part in matrix.parts}
+    shapes = {name: shape for name, shape in stored.shapes.items() if name not in parts}
+    for name in shapes.keys() - quantized.keys():
+        if stored.dtypes[name] not in FLOATING_DTYPES:
+            raise UnsupportedModelError(
+                f"{checkpoint}: tensor {name} is stored as {stored.dtypes[name]}; "
+                f"this version packs {', '.join(FLOATING_DTYPES)}: give the unquantized checkpoint"
+            )
+    return shapes | {name: matrix.shape for name, matrix in quantized.items()}
 
 
 def _places(family: Family, spec: ModelSpec, *, stacked: bool) -> dict[str, StoredRows]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,8 +18,12 @@ from torch import Tensor
 from shared.errors import DataLossError, UnsupportedModelError
 from shared.model.spec import ModelSpec
 from shared.pack.format import expert_prefixes, has_bias, matrix_shapes, mlp_shapes, norm_shapes, router_shapes
+from shared.quant.schemes import SCHEMES, Scheme
 
 Shape = tuple[int, ...]
+
+FLOATING_SCHEMES = ("bf16", "fp32")
+"""Schemes that hold any matrix without quantizing it."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,38 @@ class Source:
     """bos_token, eos_token … as the chat template names them."""
     read_rows: Callable[[str, slice], Tensor]
     """(logical name, rows) -> the rows in any floating dtype, with rotary halves side by side, not interleaved."""
+    stored_as: Mapping[str, str] = field(default_factory=dict)
+    """Logical name of a matrix that is quantized in a scheme's own format -> the scheme, or what else its codes are."""
+    read_encoded: Callable[[str], Mapping[str, Tensor]] | None = None
+    """Logical name of such a matrix -> its values as that scheme encodes them; None where there is none."""
+
+    def require_scheme(self, scheme: Scheme) -> None:
+        """Refuses to quantize a second time what is quantized already.
+
+        Raises:
+            UnsupportedModelError: a layer's matrix holds other codes than those of the scheme, which is none of floats.
+        """
+        for name, stored_as in self.stored_as.items():
+            if name.startswith("layers.") and scheme.name not in (stored_as, *FLOATING_SCHEMES):
+                fitting = [*([stored_as] if stored_as in SCHEMES else []), *FLOATING_SCHEMES]
+                raise UnsupportedModelError(
+                    f"{self.name}: {name} is quantized in {stored_as}; {scheme.name} would quantize it a second time. "
+                    f"Pack it in {' or '.join(fitting)}, or give the unquantized checkpoint"
+                )
+
+    def encoded(self, layer: int, matrix: str, scheme: Scheme) -> Mapping[str, Tensor]:
+        """A layer's matrix, `attention.q` for one, as the scheme encodes it; its own codes are taken as they are.
+
+        Raises:
+            DataLossError: it holds values, or scales, that are not finite.
+        """
+        name = layer_tensor_name(layer, f"{matrix}.weight")
+        if self.read_encoded is None or self.stored_as.get(name) != scheme.name:
+            return scheme.encode(self.tensor(name))
+        components = self.read_encoded(name)
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in components.values()):
+            raise DataLossError(f"{self.name}: {name} has scales that are not finite; the checkpoint is damaged")
+        return components
 
     def tensor(self, name: str, rows: slice = slice(None)) -> Tensor:
         """Reads a tensor, or some of its rows, as float32.

@@ -38,9 +38,16 @@ class StoredTensors:
                     dtypes[name], shapes[name] = tensor.get_dtype(), tuple(tensor.get_shape())
         return cls(files, dtypes, shapes)
 
-    def rows(self, name: str, rows: slice = slice(None)) -> Tensor:
-        """Reads a tensor, or some of its rows."""
+    def rows(self, name: str, rows: slice = slice(None), matrix: int | None = None) -> Tensor:
+        """Reads a tensor, or some of its rows.
+
+        Args:
+            matrix: of which of its matrices, where the tensor is [matrices, rows, columns].
+        """
         with safe_open(self.files[name], framework="pt") as opened:
             if not self.shapes[name]:
                 return cast(Tensor, opened.get_tensor(name))
-            return cast(Tensor, opened.get_slice(name)[rows])
+            stored = opened.get_slice(name)
+            if matrix is None:
+                return cast(Tensor, stored[rows])
+            return cast(Tensor, stored[matrix : matrix + 1, rows])[0]
