@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from headrace.local import LocalPlan, LocalServices
     from headrace.retry import RetryPolicy
+    from headrace.tls import Tls
     from headrace.types import Chunk, Completion, Header, Result, ServerStatus, Timings, TokenLogprobs, Usage
 
 _HOME = {
@@ -48,6 +49,7 @@ _HOME = {
     ),
     "local": ("LocalPlan", "LocalServices"),
     "retry": ("RetryPolicy",),
+    "tls": ("Tls",),
     "types": ("Chunk", "Completion", "Header", "Result", "ServerStatus", "Timings", "TokenLogprobs", "Usage"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -77,6 +79,7 @@ __all__ = [
     "ServerError",
     "ServerStatus",
     "Timings",
+    "Tls",
     "TokenLogprobs",
     "Unavailable",
     "Usage",

@@ -70,10 +70,13 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, status_pb2_grpc.StatusSe
         self.script = script
         self.digest = digest
         self.requests: list[Any] = []
+        self.metadata: list[dict[str, str]] = []
+        """What came with every call, of any kind."""
         self.cancelled = asyncio.Event()
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
         try:
             async for event in self.script(request, context):
                 yield event
@@ -93,6 +96,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, status_pb2_grpc.StatusSe
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
         answered = len(self.requests)
+        self.metadata.append(dict(context.invocation_metadata()))
         return status_pb2.GetStatusResponse(
             stage=status_pb2.STAGE_DECODE,
             model_digest=self.digest,
@@ -106,12 +110,15 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, status_pb2_grpc.StatusSe
 
 
 @asynccontextmanager
-async def served(fake: FakeDecode) -> AsyncIterator[str]:
-    """Serves it on a free port; yields the address."""
+async def served(fake: FakeDecode, credentials: Any = None) -> AsyncIterator[str]:
+    """Serves it on a free port, encrypted where there are credentials; yields the address."""
     server = grpc.aio.server()
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(fake, server)
     status_pb2_grpc.add_StatusServiceServicer_to_server(fake, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    if credentials is None:
+        port = server.add_insecure_port("127.0.0.1:0")
+    else:
+        port = server.add_secure_port("127.0.0.1:0", credentials)
     await server.start()
     try:
         yield f"127.0.0.1:{port}"
