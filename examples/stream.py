@@ -2,7 +2,7 @@
 
 import sys
 
-from headrace import Client, Unavailable
+from headrace import CallError, Client
 
 target, question = sys.argv[1:]
 
@@ -11,8 +11,8 @@ with Client(target, timeout_s=300) as client:
         with client.generate(messages=[{"role": "user", "content": question}], max_tokens=128) as stream:
             for chunk in stream:
                 print(chunk.text, end="", flush=True)
-    except Unavailable as error:
-        sys.exit(f"no decode service at {target}: {error}")
+    except CallError as error:
+        sys.exit(f"{error.status} from {target}: {error}")
 
 print()
 if stream.result is not None:
