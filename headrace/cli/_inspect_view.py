@@ -19,7 +19,7 @@ from shared.pack.texts import template_facts, tokenizer_facts
 def show(pack: Pack) -> None:
     """Prints the model, one layer's tensors, and the files."""
     console = Console(highlight=False, soft_wrap=True)
-    for table in (_model(pack), _tensors("Tensors of a layer", pack.layer_layout), _files(pack)):
+    for table in (_model(pack), _tensors("Tensors of a layer", pack.layer_layout), *_experts(pack), _files(pack)):
         console.print(table)
 
 
@@ -35,12 +35,13 @@ def to_json(pack: Pack) -> dict[str, Any]:
         "parameters": _parameters(pack),
         "total_bytes": _total_bytes(pack),
         "layer_bytes": pack.layer_layout.data_bytes,
+        "expert_bytes": pack.expert_bytes,
         "kv_bytes_per_token": _kv_bytes(pack),
-        "files": {path: asdict(record) for path, record in manifest.files.items()},
-        "layer_tensors": {
-            entry.name: {"dtype": _dtype(entry.dtype), "shape": list(entry.shape), "bytes": entry.size_bytes}
-            for entry in pack.layer_layout.entries
+        "files": {
+            path: {"size_bytes": record.size_bytes, "sha256": record.sha256} for path, record in manifest.files.items()
         },
+        "layer_tensors": _entries(pack.layer_layout),
+        "expert_tensors": _entries(pack.expert_layout) if pack.spec.experts else {},
         "end_token_ids": list(manifest.end_token_ids),
         "special_tokens": dict(manifest.special_tokens),
         "tokenizer": asdict(tokenizer_facts(pack)),
@@ -56,7 +57,8 @@ def _model(pack: Pack) -> Table:
         "model digest": manifest.model_digest,
         "parameters": f"{parameters:,}, {8 * total_bytes / parameters:.2f} bits each as stored",
         "size": f"{total_bytes:,} bytes: {spec.layers} layers of {pack.layer_layout.file_bytes:,}, "
-        f"{pack.outer_layout.file_bytes:,} outside them",
+        + (f"{pack.experts_per_layer} experts in each of {pack.expert_bytes:,}, " if spec.experts else "")
+        + f"{pack.outer_layout.file_bytes:,} outside them",
         "KV": f"{_kv_bytes(pack):,} bytes a token",
     }
     rows |= {name.replace("_", " "): _text(value) for name, value in spec.to_json().items()}
@@ -74,6 +76,17 @@ def _texts(pack: Pack) -> dict[str, str]:
         return {"tokenizer": tokenizer, "chat template": "none"}
     reads = f", reads {', '.join(template.variables)}" if template.variables else ""
     return {"tokenizer": tokenizer, "chat template": f"{template.characters:,} characters{reads}"}
+
+
+def _experts(pack: Pack) -> list[Table]:
+    return [_tensors("Tensors of an expert", pack.expert_layout)] if pack.spec.experts else []
+
+
+def _entries(layout: FileLayout) -> dict[str, Any]:
+    return {
+        entry.name: {"dtype": _dtype(entry.dtype), "shape": list(entry.shape), "bytes": entry.size_bytes}
+        for entry in layout.entries
+    }
 
 
 def _tensors(title: str, layout: FileLayout) -> Table:

@@ -34,6 +34,9 @@ def to_json(found: Prospect, outlook: Outlook) -> dict[str, Any]:
         "layers": plan.demand.layers,
         "resident_layers": sorted(plan.residency.resident),
         "slots": plan.residency.slots,
+        "experts": plan.demand.experts,
+        "expert_slots": plan.expert_slots,
+        "experts_kept": plan.kept_share,
         "kv_blocks": plan.kv_blocks,
         "sequences": [{"tokens": tokens, "fit": count} for tokens, count in found.sequences.items()],
         "machine": asdict(outlook.machine),
@@ -56,6 +59,11 @@ def _memory(found: Prospect) -> Table:
         table.add_row(name, f"{size_bytes / 2**20:,.0f}")
     streamed = plan.demand.layers - len(plan.residency.resident)
     table.add_row("streamed from disk in each pass", f"{streamed * plan.demand.layer_bytes / 2**20:,.0f}", style="dim")
+    if plan.demand.experts:
+        kept = round(plan.kept_share * plan.demand.experts)
+        most_bytes = (plan.demand.experts - kept) * plan.demand.expert_bytes
+        name = f"and experts, at most ({kept} of {plan.demand.experts} stay)"
+        table.add_row(name, f"{most_bytes / 2**20:,.0f}", style="dim")
     return table
 
 
@@ -86,6 +94,8 @@ def _assumptions(outlook: Outlook) -> str:
     disk, memory = outlook.machine.disk_bytes_per_s / 1e9, outlook.machine.memory_bytes_per_s / 1e9
     peak = outlook.model.peak_operations_per_s / 1e12
     speeds = f"Measured: disk {disk:.2f} GB/s, memory {memory:.1f} GB/s, products {peak:.2f} T operations/s. "
+    if outlook.model.experts:
+        speeds += "Assumed: each expert is as likely as any other. "
     if outlook.speculation is None:
         return speeds + (
             f"Prompts of {PROMPT_TOKENS} tokens, up to {outlook.pass_tokens} tokens in a pass, none of them in the "

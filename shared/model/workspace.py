@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from shared.model.attention import QUERY_CHUNK
+from shared.model.experts import HELD_TOKENS
 from shared.model.mlp import ROW_CHUNK
 from shared.model.spec import ModelSpec
 from shared.quant.schemes import Scheme
@@ -28,9 +29,11 @@ def pass_workspace_bytes(spec: ModelSpec, scheme: Scheme, tokens: int, longest: 
         longest: length of the longest sequence whose prompt is computed, with its context.
     """
     narrow, rows = scheme.compute_dtype.itemsize, min(tokens, ROW_CHUNK)
-    # hidden, queries and attended, keys and values (twice: they leave as bytes), rotation
-    per_token = spec.hidden_size + 2 * spec.query_size + 4 * spec.kv_size + 2 * spec.head_dim * len(set(spec.ropes))
-    kept = tokens * per_token * narrow + min(tokens, longest) * spec.query_size * narrow
+    # hidden, keys and values (twice: they leave as bytes), rotation
+    per_token = spec.hidden_size + 4 * spec.kv_size + 2 * spec.head_dim * len(set(spec.ropes))
+    # queries and attended; when they are gone, what experts work in
+    in_turn = max(tokens * 2 * spec.query_size * narrow, _mixture_bytes(spec, narrow, tokens))
+    kept = tokens * per_token * narrow + in_turn + min(tokens, longest) * spec.query_size * narrow
     rotation = tokens * spec.head_dim * 3 * WIDE
     chunk = max(
         _product_bytes(scheme, rows, columns, out) + rows * columns * 2 * WIDE
@@ -47,6 +50,18 @@ def pass_workspace_bytes(spec: ModelSpec, scheme: Scheme, tokens: int, longest: 
     # capped scores of all heads: as computed, wide, and their softmax
     scores = pairs * spec.heads * (2 * WIDE + 2 * narrow) if spec.attention_soft_cap else 0
     return kept + min(kept // 4, MOST_KEPT_GAPS_BYTES) + int(GAPS * max(rotation, chunk, mask + scores))
+
+
+def _mixture_bytes(spec: ModelSpec, narrow: int, tokens: int) -> int:
+    """What stays for as long as a layer's experts are computed: 0 for a model without experts."""
+    experts = spec.experts
+    if experts is None:
+        return 0
+    routed = tokens * experts.chosen * (3 * torch.int64.itemsize + 2 * WIDE)  # choices, their groups, weights
+    summed = tokens * spec.hidden_size * (narrow + WIDE)  # inputs, and the sum of outputs
+    held = min(tokens, HELD_TOKENS) * experts.chosen * spec.hidden_size * narrow
+    few = min(tokens, HELD_TOKENS) * spec.hidden_size * (narrow + WIDE) + held
+    return routed + max(summed, few)
 
 
 def logits_workspace_bytes(spec: ModelSpec, dtype: torch.dtype, rows: int) -> int:

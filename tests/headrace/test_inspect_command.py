@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from headrace.cli import app
 from shared.errors import ConfigurationError, DataLossError
 from shared.pack.reader import Pack
-from tests.conftest import TinyPack
+from tests.conftest import FamilyPack, TinyPack
 from tests.models import CHAT_TEMPLATE, tiny_checkpoint
 
 TEXT = "The report for site seven began at six in the morning. " * 20
@@ -46,6 +46,16 @@ def test_inspect_shows_model_sizes_digests_tokenizer_and_template(tiny_pack: Tin
     expected += [pack.layer_digest(layer) for layer in range(4)] + ["attention.qkv.SCB", "128 × 64"]
     expected += ["BPE, 320 tokens, 2 of them special", "184 characters"]
     assert [words for words in expected if words not in result.output] == []
+
+
+def test_inspect_shows_experts_apart_from_layers(family_pack: FamilyPack) -> None:
+    path = family_pack("int8", "OLMoE")
+    pack, shown = Pack.open(path), headrace("inspect", path).output
+    expected = [f"8 experts in each of {pack.expert_bytes:,}", "Tensors of an expert", "gate_up.SCB", "256 × 64"]
+    assert [words for words in expected if words not in shown] == []
+    found = json.loads(headrace("inspect", path, "--json").stdout)
+    assert found["expert_bytes"] == pack.expert_bytes
+    assert found["expert_tensors"]["down.weight"] == {"dtype": "int8", "shape": [64, 128], "bytes": 8192}
 
 
 def test_inspect_has_the_same_for_programs(tiny_pack: TinyPack) -> None:

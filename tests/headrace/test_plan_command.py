@@ -12,7 +12,8 @@ from typer.testing import CliRunner, Result
 
 from headrace.cli import app
 from shared.errors import BudgetError, ConfigurationError
-from tests.conftest import TinyPack
+from shared.pack.reader import Pack
+from tests.conftest import FamilyPack, TinyPack
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,6 +47,16 @@ def test_as_json_it_has_the_same_for_every_stage(tiny_pack: TinyPack, stage: str
     assert fit == sorted(fit, reverse=True)
     assert bool(fit) == (stage != "prefill")
     assert found["draft_length"] == (None if stage == "prefill" else 0)
+
+
+def test_experts_are_planned_apart_from_layers(family_pack: FamilyPack) -> None:
+    pack = family_pack("bf16", "OLMoE")
+    found = json.loads(plan(pack, "--memory", "2GiB", "--json").stdout)
+    assert (found["experts"], found["expert_slots"], found["experts_kept"]) == (32, 32, 1.0)
+    parts = {part["name"]: part["bytes"] for part in found["parts"]}
+    assert parts["experts (32 of 32)"] == 32 * Pack.open(pack).expert_bytes
+    shown = plan(pack, "--memory", "2GiB").output
+    assert [row for row in ("and experts, at most (32 of 32 stay)", "expert is as likely") if row not in shown] == []
 
 
 def test_prefill_keeps_the_prefixes_that_it_is_asked_to_keep(tiny_pack: TinyPack) -> None:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import BudgetError
-from shared.streaming.plan import FEWEST_SLOTS, MOST_SLOTS, START_VARIATION_BYTES, Demand, MemoryPlan, plan_memory
+from shared.streaming.plan import (
+    FEWEST_SLOTS,
+    MOST_SLOTS,
+    START_VARIATION_BYTES,
+    Demand,
+    MemoryPlan,
+    kept_experts,
+    plan_memory,
+)
 
 MIB = 1 << 20
 
@@ -58,6 +67,61 @@ def test_a_plan_stays_inside_its_budget_and_inside_what_can_be_used(plan: Memory
     assert plan.planned_bytes <= plan.budget_bytes
     assert demand.fewest_kv_blocks <= plan.kv_blocks <= demand.most_kv_blocks
     assert plan.residency.resident <= set(range(demand.layers))
+
+
+@st.composite
+def expert_plans(draw: st.DrawFn) -> MemoryPlan:
+    """Plans for models with experts."""
+    layers = draw(demands())
+    demand = replace(layers, experts=layers.layers * draw(st.integers(1, 64)), expert_bytes=draw(st.integers(1, MIB)))
+    useful_bytes = demand.layers * demand.layer_bytes + demand.experts * demand.expert_bytes
+    useful_bytes += demand.most_kv_blocks * demand.kv_block_bytes
+    return plan_memory(demand.least_bytes + draw(st.integers(0, useful_bytes + MIB)), demand)
+
+
+@given(expert_plans())
+def test_experts_get_what_layers_leave_and_no_more_than_there_are(plan: MemoryPlan) -> None:
+    demand, slots = plan.demand, plan.expert_slots
+    assert plan.planned_bytes <= plan.budget_bytes
+    assert min(FEWEST_SLOTS, demand.experts) <= slots <= demand.experts
+    layers = replace(demand, experts=0, expert_bytes=0)
+    left = plan.budget_bytes - plan.planned_bytes
+    assert left < max(demand.expert_bytes, demand.kv_block_bytes) or slots == demand.experts
+    if len(plan.residency.resident) < demand.layers:
+        resident = len(plan_memory(plan.budget_bytes, layers).residency.resident)
+        assert len(plan.residency.resident) <= resident
+        assert slots * demand.expert_bytes < demand.fewest_expert_bytes + demand.layer_bytes + demand.expert_bytes
+
+
+@given(expert_plans(), st.integers(0, 100 * MIB))
+def test_a_larger_budget_never_keeps_fewer_layers_nor_with_all_layers_fewer_experts(
+    plan: MemoryPlan, more_bytes: int
+) -> None:
+    larger = plan_memory(plan.budget_bytes + more_bytes, plan.demand)
+    assert len(larger.residency.resident) >= len(plan.residency.resident)
+    if len(plan.residency.resident) == plan.demand.layers:
+        assert larger.expert_slots >= plan.expert_slots
+
+
+@given(st.integers(1, 1000), st.integers(1, 1000))
+def test_all_experts_stay_or_slots_are_left_for_others(slots: int, experts: int) -> None:
+    kept = kept_experts(slots, experts)
+    assert 0 <= kept <= min(slots, experts)
+    assert kept == experts if slots >= experts else slots == 1 or slots - kept >= FEWEST_SLOTS
+
+
+def test_the_smallest_budget_of_a_model_with_experts_has_two_of_its_layers_and_two_of_its_experts() -> None:
+    demand = Demand(
+        runtime_bytes=5, outer_bytes=0, workspace_bytes=0, layers=8, layer_bytes=40, experts=64, expert_bytes=10
+    )
+    plan = plan_memory(5 + 2 * 40 + 2 * 10, demand)
+    assert dict(plan.rows)["experts (2 of 64)"] == 20
+    assert plan.kept_share == 0
+    with pytest.raises(BudgetError):
+        plan_memory(5 + 2 * 40 + 2 * 10 - 1, demand)
+    everything = plan_memory(5 + 8 * 40 + 64 * 10, demand)
+    assert everything.everything_stays
+    assert not plan_memory(5 + 8 * 40 + 64 * 10 - 1, demand).everything_stays
 
 
 @given(plans())
