@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from prefill_service.prompt_cache import PassPrompt, PromptCache
 from prefill_service.scheduler import PromptJob, PromptScheduler
 from shared.blocks import BlockPool
 from shared.engine import Engine
-from shared.kv.handoff import KvLayout, PrefillOutcome, frames_of_layer
+from shared.kv.handoff import KvLayout, PrefillOutcome, frames_of_layer, tokens_per_frame
 from shared.kv.paged import PagedKeyValues
 from shared.kv.prompt import PromptKeyValues
 from shared.metrics import Telemetry
@@ -56,7 +58,7 @@ class PrefillEngine(Engine[PromptJob]):
         self._pool = PagedKeyValues(model.spec, model.dtype, blocks) if blocks else None
 
     def _next_batch(self, timeout_s: float | None) -> list[PromptJob] | None:
-        return self._scheduler.next_batch(timeout_s)
+        return self._scheduler.next_batch(timeout_s, self._cache.known_tokens)
 
     def _let_go(self, batch: list[PromptJob]) -> None:
         self._scheduler.pass_done(batch)
@@ -111,19 +113,25 @@ class PrefillEngine(Engine[PromptJob]):
             current.compute(layer, weights, kv)
             for prompt, segment in zip(prompts, current.batch.segments, strict=True):
                 if not prompt.job.cancelled:
-                    self._send_layer(prompt.job, layer, *kv.of(segment, prompt.job.held_tokens))
+                    self._send_layer(prompt.job, layer, partial(kv.of, segment))
             kv.clear()
         return prompts
 
     def _key_values(self, prompts: list[PassPrompt], current: Pass) -> PromptKeyValues:
         return PromptKeyValues(current.batch.segments, self._pool, [prompt.table for prompt in prompts])
 
-    def _send_layer(self, job: PromptJob, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Hands one layer's KV of the tokens that the caller does not hold to its stream."""
-        parts = to_bytes(keys), to_bytes(values)
-        for frame in frames_of_layer(self._layout, layer, job.frame_count, *parts, job.held_tokens):
-            job.outlet.put(frame, frame.size_bytes)
-            job.frame_count += 1
+    def _send_layer(self, job: PromptJob, layer: int, read: Callable[[int, int], tuple[Tensor, Tensor]]) -> None:
+        """Hands one layer's KV of the tokens that the caller does not hold to its stream.
+
+        Args:
+            read: keys and values of a range of tokens; asked for frame by frame, so that no whole copy is ever there.
+        """
+        total, step = len(job.token_ids), tokens_per_frame(self._layout)
+        for first in range(job.held_tokens, total, step):
+            keys, values = (to_bytes(part) for part in read(first, min(first + step, total)))
+            for frame in frames_of_layer(self._layout, layer, job.frame_count, keys, values, first):
+                job.outlet.put(frame, frame.size_bytes)
+                job.frame_count += 1
 
     @staticmethod
     def _answer(prompt: PassPrompt, hidden: Tensor, figures: _PassFigures) -> None:

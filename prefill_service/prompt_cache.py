@@ -53,6 +53,10 @@ class PromptCache:
         """Blocks that prompts to come may use. Any thread may ask."""
         return self._pool.used_count
 
+    def known_tokens(self, job: PromptJob) -> int:
+        """Leading tokens that a pass which began now would not compute for a prompt, at least."""
+        return self._cache.known_tokens(job.token_ids, job.cache_salt)
+
     def begin(self, jobs: Sequence[PromptJob]) -> list[PassPrompt]:
         """Finds for each prompt what is known or comes in this pass before it, and blocks for what it adds."""
         # Held until the last prompt has its blocks: what one needs makes no room for another.
@@ -101,7 +105,8 @@ class PromptCache:
     def _shorten(self, prompt: PassPrompt, needed: set[int]) -> None:
         """Leaves a prompt only the tokens of its own blocks up to the last that is needed, or nothing."""
         kept = max((index + 1 for index, block in enumerate(prompt.own) if block in needed), default=0)
-        self._cache.forget(prompt.own[kept:])
+        if prompt.own[kept:]:
+            self._cache.forget(prompt.own[kept:])
         kept_blocks = prompt.reused + kept if kept else 0
         self._pool.release(prompt.table[kept_blocks:])
         del prompt.table[kept_blocks:]

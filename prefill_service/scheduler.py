@@ -44,7 +44,7 @@ class PromptScheduler:
         """Makes an empty queue.
 
         Args:
-            pass_tokens: most prompt tokens in a pass; a longer prompt goes alone.
+            pass_tokens: most prompt tokens computed in a pass; a longer prompt goes alone.
             queue_limit: most waiting prompts.
             clock: the time in seconds.
         """
@@ -97,8 +97,13 @@ class PromptScheduler:
             if job in self._waiting:
                 self._waiting.remove(job)
 
-    def next_batch(self, timeout_s: float | None = None) -> list[PromptJob] | None:
+    def next_batch(
+        self, timeout_s: float | None = None, known_tokens: Callable[[PromptJob], int] = lambda _: 0
+    ) -> list[PromptJob] | None:
         """Waits for prompts, a little for more of them (`GatheringWindow`), and takes the first that share a pass.
+
+        Args:
+            known_tokens: how many tokens of a prompt the pass need not compute; they do not count.
 
         Returns:
             The prompts; none after `timeout_s` without any; None once closed and nothing waits.
@@ -108,7 +113,7 @@ class PromptScheduler:
                 self._gather()
                 self._drop_expired()
                 if self._waiting:
-                    return self._take()
+                    return self._take(known_tokens)
                 if self._closed:
                     return None
             return []
@@ -157,10 +162,10 @@ class PromptScheduler:
             job.cancelled = True
             self._waiting.remove(job)
 
-    def _take(self) -> list[PromptJob]:
+    def _take(self, known_tokens: Callable[[PromptJob], int]) -> list[PromptJob]:
         tokens = count = 0
         for job in self._waiting:
-            tokens += len(job.token_ids)
+            tokens += len(job.token_ids) - known_tokens(job)
             if count and tokens > self._pass_tokens:
                 break
             count += 1

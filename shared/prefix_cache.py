@@ -49,16 +49,15 @@ class PrefixCache:
 
         Never the whole prompt: its last token is always computed, since what follows it is not in the cache.
         """
-        found: list[bytes] = []
-        for key, part in self._chain(tokens[:-1], salt):
-            entry = self._entries.get(key)
-            if entry is None or entry.tokens != part:
-                break
-            found.append(key)
+        found = self._known(tokens, salt)
         self._touch(found)
         blocks = [self._entries[key].block for key in found]
         self._pool.share(blocks)
         return blocks
+
+    def known_tokens(self, tokens: Sequence[int], salt: str) -> int:
+        """How many leading tokens `match` would find now."""
+        return len(self._known(tokens, salt)) * self._pool.block_tokens
 
     def insert(self, tokens: Sequence[int], salt: str, blocks: Sequence[int]) -> None:
         """Makes the complete blocks of a sequence known; those that are known already stay as they are.
@@ -99,6 +98,16 @@ class PrefixCache:
         """Up to `count` entries that nobody else holds, the least recently used first."""
         unused = (key for key, entry in self._entries.items() if self._pool.reference_count(entry.block) == 1)
         return list(islice(unused, max(0, count)))
+
+    def _known(self, tokens: Sequence[int], salt: str) -> list[bytes]:
+        """The keys of the longest known prefix, without the last token."""
+        found: list[bytes] = []
+        for key, part in self._chain(tokens[:-1], salt):
+            entry = self._entries.get(key)
+            if entry is None or entry.tokens != part:
+                break
+            found.append(key)
+        return found
 
     def _touch(self, keys: Sequence[bytes]) -> None:
         for key in reversed(keys):

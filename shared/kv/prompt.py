@@ -57,14 +57,14 @@ class PromptKeyValues:
             self._write(prompt)
         attended = torch.empty_like(queries)
         for segment, prompt in self._prompts.items():
-            whole_keys, whole_values = self._whole(prompt, 0, -segment.total % ALIGNED_CHUNK)
+            whole_keys, whole_values = self._tokens(prompt, 0, segment.total, -segment.total % ALIGNED_CHUNK)
             rows = segment.rows
             aligned_attention(rule, queries[rows], whole_keys, whole_values, segment.context, attended[rows])
         return attended
 
-    def of(self, segment: Segment, first: int = 0) -> tuple[Tensor, Tensor]:
-        """The current layer's keys and values of one prompt from a token on, [tokens, kv_heads, head_dim] each."""
-        return self._whole(self._prompts[segment], first, 0)
+    def of(self, segment: Segment, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor]:
+        """The layer's keys and values of a prompt's tokens `first` to `last`: [tokens, kv_heads, head_dim]."""
+        return self._tokens(self._prompts[segment], first, segment.total if last is None else last, 0)
 
     def clear(self) -> None:
         """Lets go of the layer's keys and values: what computes the next ones has their memory."""
@@ -78,11 +78,11 @@ class PromptKeyValues:
             self._pool.keys[self._layer].index_copy_(0, prompt.written, self._keys[rows])
             self._pool.values[self._layer].index_copy_(0, prompt.written, self._values[rows])
 
-    def _whole(self, prompt: _Prompt, first: int, filling: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the tokens from `first` on, with so many zeros behind them."""
-        segment = prompt.segment
-        new = slice(segment.start + max(0, first - segment.context), segment.rows.stop)
-        read = prompt.read[first:]
+    def _tokens(self, prompt: _Prompt, first: int, last: int, filling: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a range of tokens, with so many zeros behind them."""
+        segment, read = prompt.segment, prompt.read[first:last]
+        offset = segment.start - segment.context
+        new = slice(offset + max(first, segment.context), offset + max(last, segment.context))
         if not (len(read) or filling):
             return self._keys[new], self._values[new]
         stored = (None, None) if self._pool is None else (self._pool.keys[self._layer], self._pool.values[self._layer])

@@ -210,6 +210,17 @@ async def test_prompts_report_what_was_not_computed_and_are_sent_whole(tiny_pack
                 receiver.accept(frame)
 
 
+async def test_prompts_that_begin_with_what_is_known_share_passes_that_could_not_hold_them_whole(
+    tiny_pack: TinyPack,
+) -> None:
+    prompts = [beginning(480, 16) for _ in range(9)]
+    jobs = [job_of(prompt) for prompt in prompts]
+    path = tiny_pack("fp32", context=CONTEXT)
+    async with replica(path, *jobs, pass_tokens=500) as cached:
+        assert [result_of(await received(job)) for job in jobs] == await alone(path, *prompts)
+        assert cached.totals.passes == 2, "the first prompt; the others, 16 tokens each"
+
+
 @pytest.mark.parametrize("held", [1, 16, 150, 288, 289, 304])
 async def test_frames_begin_behind_what_the_caller_holds_cached_or_not(tiny_pack: TinyPack, held: int) -> None:
     path = tiny_pack("fp32", context=CONTEXT)

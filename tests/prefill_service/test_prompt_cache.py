@@ -64,6 +64,7 @@ async def test_what_a_prompt_of_the_pass_reads_makes_no_room_for_another() -> No
     cache = cache_of(3)
     cache.begin([job(1, 2, 3, 4, 5)])
     cache.end(filled=True)
+    assert cache.known_tokens(job(1, 2, 3, 4, 6)) == 4
     prompts = cache.begin([job(7, 7, 7, 7, 7), job(1, 2, 3, 4, 6)])
     assert contexts(prompts) == [0, 4]
     assert len(prompts[0].table) == 1

@@ -57,6 +57,14 @@ async def test_a_prompt_longer_than_a_pass_goes_alone_and_is_not_overtaken(make_
     assert [scheduler.next_batch() for _ in range(3)] == [[short], [long], [later]]
 
 
+async def test_tokens_that_need_not_be_computed_take_no_room_in_a_pass(make_job: MakeJob) -> None:
+    jobs = [make_job(tokens) for tokens in (30, 9, 8, 4)]
+    known = {30: 28, 9: 0, 8: 7, 4: 0}
+    scheduler = scheduler_with(*jobs)
+    assert scheduler.next_batch(known_tokens=lambda job: known[len(job.token_ids)]) == jobs[:1]
+    assert scheduler.next_batch(known_tokens=lambda job: known[len(job.token_ids)]) == jobs[1:3]
+
+
 async def test_a_cancelled_prompt_that_waits_is_forgotten(make_job: MakeJob) -> None:
     first, second = make_job(6), make_job(6)
     scheduler = scheduler_with(first, second)
