@@ -9,7 +9,6 @@ from functools import partial
 from torch import Tensor
 
 from decode_service.choice import choose_next
-from decode_service.logprobs import token_logprobs
 from decode_service.scheduler import DecodeScheduler
 from decode_service.sequence import Sequence
 from decode_service.speculation.acceptance import accept
@@ -19,6 +18,7 @@ from decode_service.text.output import Emission
 from decode_service.turn import Turn, turns
 from shared.engine import Engine
 from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues
+from shared.logprobs import token_logprobs
 from shared.metrics import Telemetry
 from shared.model.batch import TokenBatch
 from shared.model.model import Model

@@ -6,7 +6,6 @@ import asyncio
 import secrets
 from collections.abc import Callable
 
-from decode_service.logprobs import MAX_TOP_LOGPROBS
 from decode_service.requests_chat import chat_extras, chat_messages
 from decode_service.sampling import MAX_SEED, SamplingParams
 from decode_service.sequence import Sequence
@@ -17,6 +16,7 @@ from decode_service.text.tokenizer import Tokenizer
 from headrace.v1 import decode_pb2
 from shared.errors import InvalidRequestError
 from shared.kv.handoff import prompt_tokens_error
+from shared.logprobs import MAX_TOP_LOGPROBS
 from shared.outlet import Outlet
 
 DEFAULT_MAX_TOKENS = 256

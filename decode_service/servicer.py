@@ -18,6 +18,7 @@ from headrace.v1 import decode_pb2, decode_pb2_grpc
 from shared.kv.handoff import PrefillOutcome
 from shared.metrics import Telemetry
 from shared.outlet import Outlet
+from shared.wire import logprobs_to_wire
 
 _FINISH_REASONS = {
     FinishReason.STOP: decode_pb2.FINISH_REASON_STOP,
@@ -53,7 +54,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 finish = emission.finish
                 yield decode_pb2.GenerateResponse(
                     chunk=decode_pb2.GenerationChunk(
-                        text=emission.text, token_ids=emission.token_ids, logprobs=_logprobs(emission)
+                        text=emission.text, token_ids=emission.token_ids, logprobs=logprobs_to_wire(emission.logprobs)
                     )
                 )
             yield decode_pb2.GenerateResponse(result=self._result(sequence, outcome, finish))
@@ -67,7 +68,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 text="".join(emission.text for emission in emissions),
                 token_ids=[token for emission in emissions for token in emission.token_ids],
                 result=self._result(sequence, outcome, emissions[-1].finish),
-                logprobs=[logprobs for emission in emissions for logprobs in _logprobs(emission)],
+                logprobs=[logprobs for emission in emissions for logprobs in logprobs_to_wire(emission.logprobs)],
             )
 
     @asynccontextmanager
@@ -130,13 +131,3 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 def _cached_tokens(sequence: Sequence, outcome: PrefillOutcome | None) -> int:
     """Leading prompt tokens that neither stage computed again."""
     return max(sequence.cached_tokens, outcome.cached_tokens if outcome else 0)
-
-
-def _logprobs(emission: Emission) -> list[decode_pb2.TokenLogprobs]:
-    return [
-        decode_pb2.TokenLogprobs(
-            logprob=place.logprob,
-            top=[decode_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in place.top],
-        )
-        for place in emission.logprobs
-    ]

@@ -20,7 +20,7 @@ from headrace.types import (
     TokenLogprobs,
     Usage,
 )
-from headrace.v1 import decode_pb2, status_pb2
+from headrace.v1 import decode_pb2, logprobs_pb2, status_pb2
 
 MOST_REQUEST_BYTES = 4 << 20
 """What a service takes in one message; far more text than any context holds."""
@@ -90,7 +90,7 @@ def chunk(message: decode_pb2.GenerationChunk) -> Chunk:
     return Chunk(message.text, tuple(message.token_ids), _logprobs(message.logprobs))
 
 
-def _logprobs(messages: Iterable[decode_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+def _logprobs(messages: Iterable[logprobs_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
     return tuple(
         TokenLogprobs(place.logprob, tuple((other.token_id, other.logprob) for other in place.top))
         for place in messages

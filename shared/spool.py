@@ -2,7 +2,8 @@
 
 A `Spool` bounds all outlets of a service together. While no more than half of its memory is taken, it does nothing.
 Beyond that a thread of its own writes items to disk: the newest of the reader that is furthest behind, who needs them
-last. Where neither memory nor disk has room, that reader loses its stream, and the others lose nothing.
+last. What a reader is being given is in memory, whether it came from there or from disk. Where neither memory nor disk
+has room, the reader that is furthest behind loses its stream, and the others lose nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from shared.errors import CapacityError, UnavailableError
 from shared.outlet import Item, Outlet
 from shared.spool_file import SpoolFile, SpoolFolder
 
-PATIENCE_S = 1.0
+PATIENCE_S = 5.0
 """How long whoever fills an outlet waits for the disk once memory is full: enough for any disk that works."""
 
 
@@ -230,6 +231,8 @@ class SpooledOutlet(Outlet[Item]):
                 return None
             entry: _Entry = found[0]
             entry.taken, self._reading = True, entry
+            if entry.place is not None:
+                self.memory_bytes += entry.size
         if entry.place is None:
             return entry.item, entry.size
         try:
@@ -244,9 +247,8 @@ class SpooledOutlet(Outlet[Item]):
             entry, self._reading = self._reading, None
             if self._dropped or entry is None:
                 return
-            if entry.place is None:
-                self.memory_bytes -= size
-            else:
+            self.memory_bytes -= size
+            if entry.place is not None:
                 self._on_disk -= 1
                 if not self._on_disk:
                     self.file, self.disk_bytes = None, 0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from headrace.v1 import kv_cache_pb2, prefill_pb2
+from collections.abc import Iterable
+
+from headrace.v1 import kv_cache_pb2, logprobs_pb2, prefill_pb2
 from shared.errors import ModelMismatchError
 from shared.kv.handoff import Frame, KvLayout, PrefillOutcome
+from shared.logprobs import ScoreOutcome, Scores, TokenLogprobs
 
 _DTYPES = {"bf16": kv_cache_pb2.KV_DTYPE_BF16, "fp32": kv_cache_pb2.KV_DTYPE_FP32}
 _DTYPE_NAMES = {value: name for name, value in _DTYPES.items()}
@@ -79,4 +82,33 @@ def outcome_from_wire(message: prefill_pb2.PrefillResult) -> PrefillOutcome:
         message.batch_prompts,
         message.batch_tokens,
         message.cached_tokens,
+    )
+
+
+def logprobs_to_wire(places: Iterable[TokenLogprobs]) -> list[logprobs_pb2.TokenLogprobs]:
+    return [
+        logprobs_pb2.TokenLogprobs(
+            logprob=place.logprob,
+            top=[logprobs_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in place.top],
+        )
+        for place in places
+    ]
+
+
+def scores_to_wire(scores: Scores) -> prefill_pb2.ScoreResponse:
+    return prefill_pb2.ScoreResponse(
+        chunk=logprobs_pb2.ScoreChunk(
+            first_token=scores.first_token, token_ids=scores.token_ids, logprobs=logprobs_to_wire(scores.places())
+        )
+    )
+
+
+def score_outcome_to_wire(outcome: ScoreOutcome) -> prefill_pb2.ScoreResponse:
+    return prefill_pb2.ScoreResponse(
+        result=logprobs_pb2.ScoreResult(
+            queue_ms=outcome.queue_ms,
+            compute_ms=outcome.compute_ms,
+            batch_prompts=outcome.batch_prompts,
+            batch_tokens=outcome.batch_tokens,
+        )
     )

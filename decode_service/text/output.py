@@ -6,10 +6,10 @@ import enum
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from decode_service.logprobs import TokenLogprobs
 from decode_service.text.detokenizer import IncrementalDetokenizer
 from decode_service.text.stopping import StopConditions, StopStringMatcher
 from decode_service.text.tokenizer import Tokenizer
+from shared.logprobs import TokenLogprobs
 
 
 class FinishReason(enum.Enum):

@@ -1,3 +1,4 @@
+from headrace.v1 import logprobs_pb2 as _logprobs_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -77,8 +78,30 @@ class CompleteResponse(_message.Message):
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     result: GenerationResult
-    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    def __init__(self, header: _Optional[_Union[GenerationHeader, _Mapping]] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., result: _Optional[_Union[GenerationResult, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.TokenLogprobs]
+    def __init__(self, header: _Optional[_Union[GenerationHeader, _Mapping]] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., result: _Optional[_Union[GenerationResult, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_logprobs_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+
+class ScorePromptRequest(_message.Message):
+    __slots__ = ("prompt", "top_logprobs", "request_id", "priority")
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    prompt: Prompt
+    top_logprobs: int
+    request_id: str
+    priority: int
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., top_logprobs: _Optional[int] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class ScorePromptResponse(_message.Message):
+    __slots__ = ("header", "chunk", "result")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    header: _logprobs_pb2.ScoreHeader
+    chunk: _logprobs_pb2.ScoreChunk
+    result: _logprobs_pb2.ScoreResult
+    def __init__(self, header: _Optional[_Union[_logprobs_pb2.ScoreHeader, _Mapping]] = ..., chunk: _Optional[_Union[_logprobs_pb2.ScoreChunk, _Mapping]] = ..., result: _Optional[_Union[_logprobs_pb2.ScoreResult, _Mapping]] = ...) -> None: ...
 
 class Prompt(_message.Message):
     __slots__ = ("text", "chat", "tokens")
@@ -238,24 +261,8 @@ class GenerationChunk(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
-
-class TokenLogprobs(_message.Message):
-    __slots__ = ("logprob", "top")
-    LOGPROB_FIELD_NUMBER: _ClassVar[int]
-    TOP_FIELD_NUMBER: _ClassVar[int]
-    logprob: float
-    top: _containers.RepeatedCompositeFieldContainer[TopLogprob]
-    def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ...) -> None: ...
-
-class TopLogprob(_message.Message):
-    __slots__ = ("token_id", "logprob")
-    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
-    LOGPROB_FIELD_NUMBER: _ClassVar[int]
-    token_id: int
-    logprob: float
-    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.TokenLogprobs]
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_logprobs_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class GenerationResult(_message.Message):
     __slots__ = ("finish_reason", "usage", "timings")

@@ -28,7 +28,7 @@ if _version_not_supported:
 class DecodeServiceStub:
     """Generates text. Owns all state of a request; calls prefill itself.
 
-    Errors of both calls: INVALID_ARGUMENT for a request that can never be served (the message names the field),
+    Errors of all calls: INVALID_ARGUMENT for a request that can never be served (the message names the field),
     RESOURCE_EXHAUSTED when the queue is full, UNAVAILABLE while draining or when no prefill replica answers,
     DATA_LOSS when model files are damaged, DEADLINE_EXCEEDED and CANCELLED as gRPC defines them.
     """
@@ -49,12 +49,17 @@ class DecodeServiceStub:
                 request_serializer=headrace_dot_v1_dot_decode__pb2.CompleteRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_decode__pb2.CompleteResponse.FromString,
                 _registered_method=True)
+        self.ScorePrompt = channel.unary_stream(
+                '/headrace.v1.DecodeService/ScorePrompt',
+                request_serializer=headrace_dot_v1_dot_decode__pb2.ScorePromptRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_decode__pb2.ScorePromptResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServiceServicer:
     """Generates text. Owns all state of a request; calls prefill itself.
 
-    Errors of both calls: INVALID_ARGUMENT for a request that can never be served (the message names the field),
+    Errors of all calls: INVALID_ARGUMENT for a request that can never be served (the message names the field),
     RESOURCE_EXHAUSTED when the queue is full, UNAVAILABLE while draining or when no prefill replica answers,
     DATA_LOSS when model files are damaged, DEADLINE_EXCEEDED and CANCELLED as gRPC defines them.
     """
@@ -73,6 +78,15 @@ class DecodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ScorePrompt(self, request, context):
+        """Streams how likely each token of a text is after those before it, computed by a prefill replica.
+
+        FAILED_PRECONDITION where this replica has no prefill replicas, besides the errors above.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -86,6 +100,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     request_deserializer=headrace_dot_v1_dot_decode__pb2.CompleteRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_decode__pb2.CompleteResponse.SerializeToString,
             ),
+            'ScorePrompt': grpc.unary_stream_rpc_method_handler(
+                    servicer.ScorePrompt,
+                    request_deserializer=headrace_dot_v1_dot_decode__pb2.ScorePromptRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_decode__pb2.ScorePromptResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'headrace.v1.DecodeService', rpc_method_handlers)
@@ -97,7 +116,7 @@ def add_DecodeServiceServicer_to_server(servicer, server):
 class DecodeService:
     """Generates text. Owns all state of a request; calls prefill itself.
 
-    Errors of both calls: INVALID_ARGUMENT for a request that can never be served (the message names the field),
+    Errors of all calls: INVALID_ARGUMENT for a request that can never be served (the message names the field),
     RESOURCE_EXHAUSTED when the queue is full, UNAVAILABLE while draining or when no prefill replica answers,
     DATA_LOSS when model files are damaged, DEADLINE_EXCEEDED and CANCELLED as gRPC defines them.
     """
@@ -146,6 +165,33 @@ class DecodeService:
             '/headrace.v1.DecodeService/Complete',
             headrace_dot_v1_dot_decode__pb2.CompleteRequest.SerializeToString,
             headrace_dot_v1_dot_decode__pb2.CompleteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScorePrompt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/headrace.v1.DecodeService/ScorePrompt',
+            headrace_dot_v1_dot_decode__pb2.ScorePromptRequest.SerializeToString,
+            headrace_dot_v1_dot_decode__pb2.ScorePromptResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -23,23 +23,28 @@ _sym_db = _symbol_database.Default()
 
 
 from headrace.v1 import kv_cache_pb2 as headrace_dot_v1_dot_kv__cache__pb2
+from headrace.v1 import logprobs_pb2 as headrace_dot_v1_dot_logprobs__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/prefill.proto\x12\x0bheadrace.v1\x1a\x1aheadrace/v1/kv_cache.proto\"\xb2\x01\n\x0ePrefillRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\t\x12(\n\tkv_layout\x18\x03 \x01(\x0b\x32\x15.headrace.v1.KvLayout\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x13\n\x0bheld_tokens\x18\x05 \x01(\r\x12\x10\n\x08priority\x18\x06 \x01(\x11\x12\x12\n\ncache_salt\x18\x07 \x01(\t\"\x9d\x01\n\x0fPrefillResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1a.headrace.v1.PrefillHeaderH\x00\x12%\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x14.headrace.v1.KvFrameH\x00\x12,\n\x06result\x18\x03 \x01(\x0b\x32\x1a.headrace.v1.PrefillResultH\x00\x42\x07\n\x05\x65vent\"z\n\rPrefillHeader\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\t\x12(\n\tkv_layout\x18\x03 \x01(\x0b\x32\x15.headrace.v1.KvLayout\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\"\xa3\x01\n\rPrefillResult\x12\x13\n\x0blast_hidden\x18\x01 \x01(\x0c\x12\x13\n\x0b\x66rame_count\x18\x02 \x01(\r\x12\x10\n\x08queue_ms\x18\x03 \x01(\x01\x12\x12\n\ncompute_ms\x18\x04 \x01(\x01\x12\x15\n\rbatch_prompts\x18\x05 \x01(\r\x12\x14\n\x0c\x62\x61tch_tokens\x18\x06 \x01(\r\x12\x15\n\rcached_tokens\x18\x07 \x01(\r2X\n\x0ePrefillService\x12\x46\n\x07Prefill\x12\x1b.headrace.v1.PrefillRequest\x1a\x1c.headrace.v1.PrefillResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/prefill.proto\x12\x0bheadrace.v1\x1a\x1aheadrace/v1/kv_cache.proto\x1a\x1aheadrace/v1/logprobs.proto\"\xb2\x01\n\x0ePrefillRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\t\x12(\n\tkv_layout\x18\x03 \x01(\x0b\x32\x15.headrace.v1.KvLayout\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x13\n\x0bheld_tokens\x18\x05 \x01(\r\x12\x10\n\x08priority\x18\x06 \x01(\x11\x12\x12\n\ncache_salt\x18\x07 \x01(\t\"\x9d\x01\n\x0fPrefillResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1a.headrace.v1.PrefillHeaderH\x00\x12%\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x14.headrace.v1.KvFrameH\x00\x12,\n\x06result\x18\x03 \x01(\x0b\x32\x1a.headrace.v1.PrefillResultH\x00\x42\x07\n\x05\x65vent\"z\n\rPrefillHeader\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\t\x12(\n\tkv_layout\x18\x03 \x01(\x0b\x32\x15.headrace.v1.KvLayout\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\"\xa3\x01\n\rPrefillResult\x12\x13\n\x0blast_hidden\x18\x01 \x01(\x0c\x12\x13\n\x0b\x66rame_count\x18\x02 \x01(\r\x12\x10\n\x08queue_ms\x18\x03 \x01(\x01\x12\x12\n\ncompute_ms\x18\x04 \x01(\x01\x12\x15\n\rbatch_prompts\x18\x05 \x01(\r\x12\x14\n\x0c\x62\x61tch_tokens\x18\x06 \x01(\r\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\"s\n\x0cScoreRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x02 \x01(\r\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x10\n\x08priority\x18\x04 \x01(\x11\x12\x14\n\x0cmodel_digest\x18\x05 \x01(\t\"\x9a\x01\n\rScoreResponse\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.headrace.v1.ScoreHeaderH\x00\x12(\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x17.headrace.v1.ScoreChunkH\x00\x12*\n\x06result\x18\x03 \x01(\x0b\x32\x18.headrace.v1.ScoreResultH\x00\x42\x07\n\x05\x65vent2\x9a\x01\n\x0ePrefillService\x12\x46\n\x07Prefill\x12\x1b.headrace.v1.PrefillRequest\x1a\x1c.headrace.v1.PrefillResponse0\x01\x12@\n\x05Score\x12\x19.headrace.v1.ScoreRequest\x1a\x1a.headrace.v1.ScoreResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.v1.prefill_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PREFILLREQUEST']._serialized_start=71
-  _globals['_PREFILLREQUEST']._serialized_end=249
-  _globals['_PREFILLRESPONSE']._serialized_start=252
-  _globals['_PREFILLRESPONSE']._serialized_end=409
-  _globals['_PREFILLHEADER']._serialized_start=411
-  _globals['_PREFILLHEADER']._serialized_end=533
-  _globals['_PREFILLRESULT']._serialized_start=536
-  _globals['_PREFILLRESULT']._serialized_end=699
-  _globals['_PREFILLSERVICE']._serialized_start=701
-  _globals['_PREFILLSERVICE']._serialized_end=789
+  _globals['_PREFILLREQUEST']._serialized_start=99
+  _globals['_PREFILLREQUEST']._serialized_end=277
+  _globals['_PREFILLRESPONSE']._serialized_start=280
+  _globals['_PREFILLRESPONSE']._serialized_end=437
+  _globals['_PREFILLHEADER']._serialized_start=439
+  _globals['_PREFILLHEADER']._serialized_end=561
+  _globals['_PREFILLRESULT']._serialized_start=564
+  _globals['_PREFILLRESULT']._serialized_end=727
+  _globals['_SCOREREQUEST']._serialized_start=729
+  _globals['_SCOREREQUEST']._serialized_end=844
+  _globals['_SCORERESPONSE']._serialized_start=847
+  _globals['_SCORERESPONSE']._serialized_end=1001
+  _globals['_PREFILLSERVICE']._serialized_start=1004
+  _globals['_PREFILLSERVICE']._serialized_end=1158
 # @@protoc_insertion_point(module_scope)

@@ -1,4 +1,5 @@
 from headrace.v1 import kv_cache_pb2 as _kv_cache_pb2
+from headrace.v1 import logprobs_pb2 as _logprobs_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -64,3 +65,27 @@ class PrefillResult(_message.Message):
     batch_tokens: int
     cached_tokens: int
     def __init__(self, last_hidden: _Optional[bytes] = ..., frame_count: _Optional[int] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., batch_prompts: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class ScoreRequest(_message.Message):
+    __slots__ = ("token_ids", "top_logprobs", "request_id", "priority", "model_digest")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: int
+    request_id: str
+    priority: int
+    model_digest: str
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., model_digest: _Optional[str] = ...) -> None: ...
+
+class ScoreResponse(_message.Message):
+    __slots__ = ("header", "chunk", "result")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    header: _logprobs_pb2.ScoreHeader
+    chunk: _logprobs_pb2.ScoreChunk
+    result: _logprobs_pb2.ScoreResult
+    def __init__(self, header: _Optional[_Union[_logprobs_pb2.ScoreHeader, _Mapping]] = ..., chunk: _Optional[_Union[_logprobs_pb2.ScoreChunk, _Mapping]] = ..., result: _Optional[_Union[_logprobs_pb2.ScoreResult, _Mapping]] = ...) -> None: ...

@@ -40,6 +40,11 @@ class PrefillServiceStub:
                 request_serializer=headrace_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
                 _registered_method=True)
+        self.Score = channel.unary_stream(
+                '/headrace.v1.PrefillService/Score',
+                request_serializer=headrace_dot_v1_dot_prefill__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_prefill__pb2.ScoreResponse.FromString,
+                _registered_method=True)
 
 
 class PrefillServiceServicer:
@@ -58,6 +63,16 @@ class PrefillServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Score(self, request, context):
+        """Computes how likely each token of a text is after those before it. Texts share passes with each other and with
+        prompts.
+
+        Errors are those of Prefill.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -65,6 +80,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=headrace_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_prefill__pb2.PrefillResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_stream_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=headrace_dot_v1_dot_prefill__pb2.ScoreRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_prefill__pb2.ScoreResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -95,6 +115,33 @@ class PrefillService:
             '/headrace.v1.PrefillService/Prefill',
             headrace_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
             headrace_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/headrace.v1.PrefillService/Score',
+            headrace_dot_v1_dot_prefill__pb2.ScoreRequest.SerializeToString,
+            headrace_dot_v1_dot_prefill__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

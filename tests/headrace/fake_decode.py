@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from headrace.v1 import decode_pb2, decode_pb2_grpc, status_pb2, status_pb2_grpc
+from headrace.v1 import decode_pb2, decode_pb2_grpc, logprobs_pb2, status_pb2, status_pb2_grpc
 
 Script = Callable[[Any, Any], AsyncIterator[Any]]
 """Answers one Generate call: takes request and context, yields events."""
@@ -38,8 +38,8 @@ def chunk(text: str, *token_ids: int, logprobs: Sequence[Any] = ()) -> Any:
 
 def two_logprobs(request: Any) -> list[Any]:
     """Log-probabilities of two tokens, where the request asks for them."""
-    top = [decode_pb2.TopLogprob(token_id=9, logprob=-0.25)] * request.top_logprobs
-    return [decode_pb2.TokenLogprobs(logprob=-0.5, top=top)] * (2 if request.logprobs else 0)
+    top = [logprobs_pb2.TopLogprob(token_id=9, logprob=-0.25)] * request.top_logprobs
+    return [logprobs_pb2.TokenLogprobs(logprob=-0.5, top=top)] * (2 if request.logprobs else 0)
 
 
 def result() -> Any:

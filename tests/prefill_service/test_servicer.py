@@ -157,13 +157,14 @@ async def test_with_a_spool_on_disk_a_stalled_caller_finds_its_handoff_when_it_g
     layout = layout_of(Pack.open(path))
     layer_bytes = 3000 * 2 * layout.token_bytes
     folder = SpoolFolder(tmp_path, 1 << 30)
-    async with replica(path, NARROW, pass_tokens=4096, spool_bytes=layer_bytes, spool_folder=folder) as (prefill, stub):
+    options: dict[str, Any] = {"pass_tokens": 4096, "spool_bytes": 3 * layer_bytes, "spool_folder": folder}
+    async with replica(path, NARROW, **options) as (prefill, stub):
         stalled = stub.Prefill(request_for(path, [5] * 3000))
         await stalled.read()
         neighbour = await everything_of(stub.Prefill(request_for(path, [6] * 20)))
         assert neighbour[-1].WhichOneof("event") == "result"
-        await until(lambda: prefill.scheduler.running == 0)
-        assert prefill.spool.disk_bytes > layer_bytes >= prefill.spool.memory_bytes
+        await until(lambda: prefill.spool.disk_bytes > layer_bytes)
+        assert prefill.spool.memory_bytes <= 3 * layer_bytes
         receiver = HandoffReceiver(layout, 3000, lambda *_: None)
         *frames, result = await everything_of(stalled)
         for response in frames:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from decode_service.logprobs import token_logprobs
+from shared.logprobs import token_logprobs
 
 
 @pytest.mark.parametrize("scale", [0.1, 5.0, 1000.0])
