@@ -231,11 +231,11 @@ class DecodeScheduler:
         """Makes sure of the blocks that a sequence must have in the next pass, at the cost of those ranked below it."""
         if self._tables.cover(sequence, sequence.needed_tokens):
             return True
-        others = [other for other in self._running if other not in seated and not other.in_pass]
+        others = [other for other in self._running if other is not sequence and not other.in_pass]
         for other in others:
             self._tables.trim(other)
         own_rank = self._rank(sequence)
-        for victim in sorted(others, key=self._rank):
+        for victim in sorted((other for other in others if other not in seated), key=self._rank):
             if self._tables.cover(sequence, sequence.needed_tokens):
                 return True
             if self._rank(victim) >= own_rank:

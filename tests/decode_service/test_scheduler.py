@@ -401,6 +401,46 @@ def test_a_slow_reader_gives_way_before_a_lower_priority_and_waits_until_it_has_
     slow_reader.close()
 
 
+def test_whoever_gave_way_with_much_unread_waits_for_its_reader(reader: Reader) -> None:
+    scheduler = make_scheduler(unread_limit=4)
+    low_reader = Reader()
+    low = running_with(scheduler, low_reader, [1] * 15, 8)
+    low.outlet.put(Emission("", [], None), 3)
+    assert grow(scheduler, 1) == [low]
+    urgent = running_with(scheduler, reader, [2] * 30, 8, priority=1)
+    scheduler.next_batch(timeout_s=0)
+    scheduler.leave(urgent)
+    assert scheduler.next_batch(timeout_s=0) == []
+    assert low.phase is Phase.WAITING
+    low_reader.catch_up()
+    scheduler.next_batch(timeout_s=0)
+    assert low.phase is Phase.FILLING
+    low_reader.close()
+
+
+def test_whoever_needs_a_block_and_is_the_lowest_sits_out_and_keeps_what_it_has(reader: Reader) -> None:
+    scheduler = make_scheduler(overcommit=4.0)
+    old = running_with(scheduler, reader, [1] * 22, 20)
+    young = running_with(scheduler, reader, [2] * 16, 20)
+    young.tokens += [7] * 8
+    assert grow(scheduler, 0) == [old, young]
+    assert scheduler.blocks_used == BLOCKS
+    young.tokens.append(7)
+    assert grow(scheduler, 0) == [old]
+    assert (young.phase, len(young.blocks), young.preemptions) == (Phase.RUNNING, 6, 0)
+
+
+def test_room_for_a_draft_is_taken_back_before_anybody_gives_way(reader: Reader) -> None:
+    scheduler = make_scheduler(overcommit=4.0, draft_tokens=16)
+    first = running_with(scheduler, reader, [1] * 20, 20)
+    second = running_with(scheduler, reader, [2] * 20, 8)
+    assert grow(scheduler, 0) == [first, second]
+    assert (len(first.blocks), len(second.blocks)) == (7, 5), "the first got all there was"
+    second.tokens.append(7)
+    assert grow(scheduler, 0) == [first, second]
+    assert (len(first.blocks), len(second.blocks)) == (6, 6)
+
+
 def test_memory_is_taken_from_a_lower_priority_for_one_that_comes_and_not_from_an_equal(reader: Reader) -> None:
     scheduler = make_scheduler()
     low, middle = (running_with(scheduler, reader, [number] * 15, 8, priority=number) for number in (0, 1))

@@ -141,6 +141,17 @@ def test_the_fewest_victims_are_named_or_none_if_all_would_not_do() -> None:
     tables.check_integrity()
 
 
+def test_blocks_that_others_hold_too_are_not_won_by_a_victim() -> None:
+    tables = make()
+    first = admitted(tables, list(range(17)), 3)
+    compute(tables, first, [50])
+    sharing = admitted(tables, list(range(17)), 3)
+    assert tables.held_count == 6
+    assert tables.fewest_victims(make_sequence([9] * 19, 1), [sharing], overcommits=True) == [sharing]
+    assert tables.fewest_victims(make_sequence([9] * 23, 1), [sharing], overcommits=True) is None
+    assert tables.fewest_victims(make_sequence([9] * 23, 1), [sharing, first], overcommits=True) == [sharing, first]
+
+
 def test_room_for_drafts_is_given_where_there_is_any_and_taken_back() -> None:
     tables = make(overcommit=4.0)
     first, second = admitted(tables, [1] * 4, 30), admitted(tables, [2] * 24, 16)
