@@ -11,11 +11,13 @@ from torch import Tensor
 
 from prefill_service.prompt_cache import PassPrompt, PromptCache
 from prefill_service.scheduler import PromptJob, PromptScheduler
+from prefill_service.scores import scores_of_text
 from shared.blocks import BlockPool
 from shared.engine import Engine
 from shared.kv.handoff import KvLayout, PrefillOutcome, frames_of_layer, tokens_per_frame
 from shared.kv.paged import PagedKeyValues
 from shared.kv.prompt import PromptKeyValues
+from shared.logprobs import ScoreOutcome
 from shared.metrics import Telemetry
 from shared.model.batch import TokenBatch
 from shared.model.model import Model, Pass
@@ -94,8 +96,12 @@ class PrefillEngine(Engine[PromptJob]):
         )
         self._telemetry.add(cached_tokens=sum(prompt.context for prompt in waiting))
         hidden = {prompt: current.hidden[s.rows] for prompt, s in zip(prompts, current.batch.segments, strict=False)}
-        for prompt in waiting:
-            self._answer(prompt, hidden[prompt], figures)
+        # Scores last: they take time, and the others have all they need.
+        for prompt in sorted(waiting, key=lambda prompt: prompt.job.top_logprobs is not None):
+            if prompt.job.top_logprobs is None:
+                self._answer(prompt, hidden[prompt], figures)
+            else:
+                self._answer_scores(prompt.job, hidden[prompt], figures)
 
     def _walk(self, prompts: list[PassPrompt], current: Pass) -> list[PassPrompt]:
         """Takes the prompts through all layers; returns those that are in the pass to its end."""
@@ -112,7 +118,7 @@ class PrefillEngine(Engine[PromptJob]):
                 kv = self._key_values(prompts, current)
             current.compute(layer, weights, kv)
             for prompt, segment in zip(prompts, current.batch.segments, strict=True):
-                if not prompt.job.cancelled:
+                if prompt.job.top_logprobs is None and not prompt.job.cancelled:
                     self._send_layer(prompt.job, layer, partial(kv.of, segment))
             kv.clear()
         return prompts
@@ -153,4 +159,19 @@ class PrefillEngine(Engine[PromptJob]):
             ),
             0,  # small; and what ends a stream must not be what fails it
         )
+        job.outlet.close()
+
+    def _answer_scores(self, job: PromptJob, hidden: Tensor, figures: _PassFigures) -> None:
+        """Ends a text's stream with its scores.
+
+        Args:
+            hidden: the last layer's output for every token, [tokens, hidden_size].
+        """
+        for scores in scores_of_text(self._model, job.token_ids, hidden, job.top_logprobs or 0):
+            if not self._scheduler.still_wanted([job]):
+                return
+            job.outlet.put(scores, scores.size_bytes)
+            self.health.progress()
+        queue_ms, compute_ms = (figures.started_s - job.arrived_s) * 1e3, (time.monotonic() - figures.started_s) * 1e3
+        job.outlet.put(ScoreOutcome(queue_ms, compute_ms, figures.prompts, figures.tokens), 0)
         job.outlet.close()

@@ -88,6 +88,8 @@ class PromptCache:
         self._pool.check_integrity([self._cache.blocks, *(prompt.table for prompt in self._prompts)])
 
     def _prompt(self, job: PromptJob) -> PassPrompt:
+        if job.top_logprobs is not None:  # scores need every token computed
+            return PassPrompt(job, [], 0, 0, len(job.token_ids))
         table = self._cache.match(job.token_ids, job.cache_salt)
         reused, size = len(table), self._pool.block_tokens
         # The block of the last token would never be found by the same prompt again.

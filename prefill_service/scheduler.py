@@ -7,10 +7,10 @@ import time
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from prefill_service.gathering import GatheringWindow
 from shared.errors import CapacityError, UnavailableError
-from shared.kv.handoff import Frame, PrefillOutcome
 from shared.outlet import Outlet
 
 
@@ -20,7 +20,8 @@ class PromptJob:
 
     request_id: str
     token_ids: Sequence[int]
-    outlet: Outlet[Frame | PrefillOutcome]
+    outlet: Outlet[Any]
+    """Takes frames and a `PrefillOutcome`, or scores and a `ScoreOutcome`."""
     arrived_s: float = field(default_factory=time.monotonic)
     cancelled: bool = False
     """Nobody waits any more: set by the RPC, and seen at the next layer."""
@@ -30,6 +31,8 @@ class PromptJob:
     """Leading tokens whose keys and values the caller has: they are not sent."""
     cache_salt: str = ""
     """Keys and values are reused only between prompts of the same salt."""
+    top_logprobs: int | None = None
+    """Scores are wanted, not keys and values: with so many of the likeliest tokens at each place."""
     deadline_s: float | None = None
     """Nobody waits beyond this moment, on the clock of `arrived_s`."""
 

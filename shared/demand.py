@@ -14,6 +14,7 @@ from shared.limits import (
     LEAST_SPOOL_BYTES,
     NOISE_VECTORS,
     RECOMPUTE_TOKENS,
+    SCORED_ROWS,
     most_scored_rows,
 )
 from shared.model.spec import ModelSpec
@@ -33,6 +34,8 @@ PREFIX_ENTRY_BYTES = 1024
 """What knowing a block takes besides its contents: its tokens and its key (measured)."""
 SAMPLING_VECTORS = 8
 """Vectors of float64 over the vocabulary that are alive while one token is sampled."""
+SORTING_VECTORS = 6
+"""Vectors of float32 over the vocabulary that are alive while the scores of one token are found."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +112,10 @@ def prefill_demand(pack: Pack, settings: PrefillSettings, runtime_bytes: int) ->
     return Demand(
         runtime_bytes=runtime_bytes,
         outer_bytes=pack.outer_bytes,
-        workspace_bytes=pass_workspace_bytes(pack.spec, pack.scheme, tokens, settings.context_length),
+        workspace_bytes=max(
+            pass_workspace_bytes(pack.spec, pack.scheme, tokens, settings.context_length),
+            _scores_bytes(pack, tokens),
+        ),
         transfer_bytes=settings.spool_bytes,
         layers=pack.spec.layers,
         layer_bytes=pack.layer_layout.data_bytes,
@@ -163,6 +169,13 @@ def kv_block_bytes(pack: Pack, draft: DraftPack | None) -> int:
 def sampling_bytes(spec: ModelSpec) -> int:
     """What choosing tokens takes: the noise that is kept, and the vectors of one choice."""
     return spec.vocab_size * (NOISE_VECTORS * WIDE + SAMPLING_VECTORS * 8)
+
+
+def _scores_bytes(pack: Pack, tokens: int) -> int:
+    """What scoring a text takes after its pass: all features, and the logits of some rows, one of which is sorted."""
+    spec, dtype = pack.spec, pack.scheme.compute_dtype
+    logits_bytes = logits_workspace_bytes(spec, dtype, min(tokens, SCORED_ROWS))
+    return tokens * spec.hidden_size * dtype.itemsize + logits_bytes + SORTING_VECTORS * spec.vocab_size * WIDE
 
 
 def _target_pass_bytes(pack: Pack, settings: DecodeSettings) -> int:

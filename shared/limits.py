@@ -11,6 +11,8 @@ RECOMPUTE_TOKENS = 32
 than a draft's turn may bring (`shared.kv.paged.SHORT_SEGMENT`), so that they need no workspace of prompts."""
 LEAST_SPOOL_BYTES = 64 << 20
 """KV that may wait for slow callers, by default; more where a layer of the longest prompt is more."""
+SCORED_ROWS = 32
+"""Tokens of a text whose scores a prefill service computes at once."""
 DECODE_BATCH = 16
 """Sequences that share a decode pass, by default."""
 OVERCOMMIT = 1.5
