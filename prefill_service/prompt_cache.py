@@ -55,12 +55,12 @@ class PromptCache:
 
     def known_tokens(self, job: PromptJob) -> int:
         """Leading tokens that a pass which began now would not compute for a prompt, at least."""
-        return self._cache.known_tokens(job.token_ids, job.cache_salt)
+        return self._cache.known_tokens(job.token_ids, job.cache_salt) if _reuses(job) else 0
 
     def begin(self, jobs: Sequence[PromptJob]) -> list[PassPrompt]:
         """Finds for each prompt what is known or comes in this pass before it, and blocks for what it adds."""
         # Held until the last prompt has its blocks: what one needs makes no room for another.
-        held = [self._cache.match(job.token_ids, job.cache_salt) for job in jobs]
+        held = [self._cache.match(job.token_ids, job.cache_salt) for job in jobs if _reuses(job)]
         self._prompts = [self._prompt(job) for job in jobs]
         for table in held:
             self._pool.release(table)
@@ -88,7 +88,7 @@ class PromptCache:
         self._pool.check_integrity([self._cache.blocks, *(prompt.table for prompt in self._prompts)])
 
     def _prompt(self, job: PromptJob) -> PassPrompt:
-        if job.top_logprobs is not None:  # scores need every token computed
+        if not _reuses(job):
             return PassPrompt(job, [], 0, 0, len(job.token_ids))
         table = self._cache.match(job.token_ids, job.cache_salt)
         reused, size = len(table), self._pool.block_tokens
@@ -113,3 +113,8 @@ class PromptCache:
         self._pool.release(prompt.table[kept_blocks:])
         del prompt.table[kept_blocks:]
         prompt.count = kept * self._pool.block_tokens
+
+
+def _reuses(job: PromptJob) -> bool:
+    """Scores need every token computed."""
+    return job.top_logprobs is None

@@ -97,7 +97,7 @@ class Replica:
         return results
 
     async def idle(self) -> None:
-        """Waits until the engine has let go of its last pass, and checks every block."""
+        """Waits until the engine has let go of a pass that somebody waited for to its end, and checks every block."""
         while self.scheduler.running:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         self.engine.check_integrity()
@@ -292,8 +292,8 @@ async def test_a_pass_that_everybody_leaves_leaves_nothing_behind(tiny_pack: Tin
 
     jobs = [job_of(prompt, WatchedOutlet(cancel)) for prompt in PROMPTS[:3]]
     async with replica(tiny_pack("fp32", context=CONTEXT), *jobs) as cached:
-        await cached.idle()
-        assert (cached.cache.blocks_cached, cached.totals.passes) == (0, 1)
+        pass
+    assert (cached.cache.blocks_cached, cached.totals.passes) == (0, 1)
 
 
 async def test_a_layer_that_cannot_be_read_makes_the_pass_forget_what_it_was_to_fill_and_nothing_else(

@@ -71,6 +71,18 @@ async def test_what_a_prompt_of_the_pass_reads_makes_no_room_for_another() -> No
     cache.end(filled=True)
 
 
+async def test_a_text_that_is_scored_is_computed_as_a_whole_and_counts_as_such() -> None:
+    cache = cache_of(8)
+    cache.begin([job(1, 2, 3)])
+    cache.end(filled=True)
+    text = job(1, 2, 3)
+    text.top_logprobs = 0
+    assert cache.known_tokens(text) == 0
+    assert [(prompt.context, prompt.count) for prompt in cache.begin([text, job(1, 2, 4)])] == [(0, 3), (2, 1)]
+    cache.end(filled=True)
+    cache.check_integrity()
+
+
 async def test_without_blocks_every_prompt_is_computed_as_a_whole() -> None:
     cache = cache_of(0)
     prompts = cache.begin([job(1, 2, 3), job(1, 2, 3)])
