@@ -132,8 +132,8 @@ def run_case(pack: Pack, case: Case, arguments: argparse.Namespace, texts: dict[
     prompts = bench_prompts()[: max(arguments.requests, case.batch)]
     bandwidths = measure_bandwidths(pack)
     with (
-        service("decode_service", arguments.pack, case.memory, _service_arguments(case, arguments)) as address,
-        Client(address, timeout_s=3600) as client,
+        service("decode_service", arguments.pack, case.memory, _service_arguments(case, arguments)) as started,
+        Client(started.address, timeout_s=3600) as client,
     ):
         client.complete("Hello", max_tokens=2)
         before = client.status()[0]

@@ -172,10 +172,10 @@ def handoff_cases(pack: Pack, arguments: argparse.Namespace) -> list[Handoff]:
     prompt = random_prompts(pack, seed=1)
     with ExitStack() as opened:
         prefill = opened.enter_context(service("prefill_service", arguments.pack, arguments.memory, context))
-        split_arguments = [*context, "--draft", "none", "--prefill", prefill, "--local-prefill", "never"]
+        split_arguments = [*context, "--draft", "none", "--prefill", prefill.address, "--local-prefill", "never"]
         split, colocated = (
-            opened.enter_context(closing(Client(opened.enter_context(address), timeout_s=3600)))
-            for address in (
+            opened.enter_context(closing(Client(opened.enter_context(process).address, timeout_s=3600)))
+            for process in (
                 service("decode_service", arguments.pack, arguments.memory, split_arguments),
                 service("decode_service", arguments.pack, arguments.memory, [*context, "--draft", "none"]),
             )
@@ -229,12 +229,13 @@ def served(
     """Sends prompts to fresh processes, `at_once` at a time, the replicas in turn."""
     context = ["--context-length", str(max(map(len, prompts)))]
     with ExitStack() as opened:
-        addresses = [
+        processes = [
             opened.enter_context(service("prefill_service", arguments.pack, arguments.memory, [*context, *options]))
             for _ in range(replicas)
         ]
         channels = [
-            opened.enter_context(grpc.insecure_channel(address, options=CHANNEL_OPTIONS)) for address in addresses
+            opened.enter_context(grpc.insecure_channel(process.address, options=CHANNEL_OPTIONS))
+            for process in processes
         ]
         stubs = [prefill_pb2_grpc.PrefillServiceStub(channel) for channel in channels]
         ask = _asking(pack)

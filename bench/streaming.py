@@ -35,6 +35,7 @@ from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
 
+from bench.embedded import embedded_pack  # noqa: E402
 from bench.machine import (  # noqa: E402
     matrix_operations_per_s,
     memory_bytes_per_s,
@@ -52,7 +53,6 @@ from shared.streaming.loader import READERS, split  # noqa: E402
 from shared.streaming.plan import Residency  # noqa: E402
 from shared.tensors import aligned_buffer  # noqa: E402
 
-QUICK_PACK = Path("build/smollm2-135m-int8")
 QUICK = {"rows": [1, 64, 256], "resident": [0, 50], "rounds": 5}
 BEYOND_CROSSOVER = 1.5
 
@@ -268,7 +268,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("packs", nargs="*", type=Path, metavar="PACK")
-    add("--quick", action="store_true", help=f"few cases; without a pack: {QUICK_PACK}, made where it is missing")
+    add("--quick", action="store_true", help="few cases; without a pack: the embedded model in int8")
     add("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
     add("--resident", type=int, nargs="+", default=[0, 25, 50], metavar="PERCENT", help="100 is measured anyway")
     add("--most-rows", type=int, default=4096, help="leave the case beyond the crossover out above this")
@@ -283,22 +283,10 @@ def _arguments() -> argparse.Namespace:
         parser.error("a plot is drawn from JSON: give --json or --draw")
     if arguments.quick:
         vars(arguments).update(QUICK)
-        arguments.packs = arguments.packs or [_quick_pack()]
+        arguments.packs = arguments.packs or [embedded_pack("int8")]
     elif not (arguments.packs or arguments.draw):
         parser.error("give packs, or --quick, or --draw")
     return arguments
-
-
-def _quick_pack() -> Path:
-    from shared.pack.sources import open_source
-    from shared.pack.sources.embedded import embedded_model
-    from shared.pack.writer import write_pack
-    from shared.quant.schemes import scheme_named
-
-    if not (QUICK_PACK / "manifest.json").exists():
-        QUICK_PACK.parent.mkdir(exist_ok=True)
-        write_pack(open_source(embedded_model("smollm2-135m")), QUICK_PACK, scheme_named("int8"), progress=None)
-    return QUICK_PACK
 
 
 if __name__ == "__main__":
