@@ -207,6 +207,28 @@ def test_final_features_of_another_size_are_refused(hidden_bytes: int) -> None:
         receiver.finish(outcome(len(FRAMES), hidden_bytes), HIDDEN_SIZE)
 
 
+@pytest.mark.parametrize("held", range(TOKENS))
+def test_a_receiver_that_holds_the_beginning_takes_exactly_the_rest(held: int) -> None:
+    frames: list[Frame] = []
+    for layer, (keys, values) in enumerate(content(LAYOUT, TOKENS)):
+        rest = slice(held * LAYOUT.token_bytes, None)
+        frames += frames_of_layer(LAYOUT, layer, len(frames), keys[rest], values[rest], held)
+    ranges: list[tuple[int, int, int]] = []
+    for held_here in range(TOKENS):
+        receiver = HandoffReceiver(
+            LAYOUT, TOKENS, lambda layer, first, keys, _: ranges.append((layer, first, len(keys)))
+        )
+        if held_here == held:
+            for frame in frames:
+                receiver.accept(frame)
+            receiver.finish(outcome(len(frames)), HIDDEN_SIZE)
+        else:
+            with pytest.raises(DataLossError, match=rf"expected .* \(0, 0, {held_here}\), found \(0, 0, {held}\)"):
+                receiver.accept(frames[0])
+    assert ranges == [(f.layer, f.first_token, f.token_count * LAYOUT.token_bytes) for f in frames]
+    assert {frame.first_token for frame in frames} == set(range(held, TOKENS, 2))
+
+
 def test_nothing_of_a_bad_frame_is_stored() -> None:
     store = Store(LAYOUT)
     receiver = HandoffReceiver(LAYOUT, TOKENS, store)
