@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import grpc
 
 from decode_service.replicas import Replica, Replicas, Sample
-from headrace.v1 import prefill_pb2, prefill_pb2_grpc
+from headrace.v1 import logprobs_pb2, prefill_pb2, prefill_pb2_grpc
 from shared.errors import (
     CapacityError,
     DataLossError,
@@ -114,6 +114,75 @@ class PrefillClient:
 
         return await self._somewhere(len(token_ids), timeout_s, once)
 
+    async def score(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        send: Callable[[logprobs_pb2.ScoreChunk], Awaitable[None]],
+        timeout_s: float | None,
+        *,
+        top_logprobs: int = 0,
+        priority: int = 0,
+    ) -> logprobs_pb2.ScoreResult:
+        """Scores a text. When a replica fails another one goes on where it stopped.
+
+        Args:
+            send: called with scores of consecutive tokens, each once and in order.
+            timeout_s: what is left of the client's deadline.
+            top_logprobs: how many of the likeliest tokens to report at each place.
+            priority: -100 to 100; texts of a higher one are scored first.
+
+        Raises:
+            HeadraceError: as `prefill`.
+        """
+        request = prefill_pb2.ScoreRequest(
+            token_ids=token_ids,
+            top_logprobs=top_logprobs,
+            request_id=request_id,
+            priority=priority,
+            model_digest=self._model_digest,
+        )
+        sent = 1  # the first token has no score
+
+        async def send_new(chunk: logprobs_pb2.ScoreChunk) -> None:
+            nonlocal sent
+            end = chunk.first_token + len(chunk.token_ids)
+            if end <= sent:
+                return  # from another replica before
+            in_order = (chunk.first_token, len(chunk.logprobs)) == (sent, len(chunk.token_ids))
+            if not in_order or list(chunk.token_ids) != token_ids[sent:end]:
+                raise DataLossError(f"scores out of order: expected those from token {sent} on")
+            await send(chunk)
+            sent = end
+
+        async def once(replica: Replica, left_s: float | None) -> logprobs_pb2.ScoreResult:
+            result = await self._score_on(replica, request, send_new, left_s)
+            if sent != len(token_ids):
+                raise DataLossError(f"scores ended after {sent} of {len(token_ids)} tokens")
+            return result
+
+        return await self._somewhere(len(token_ids), timeout_s, once)
+
+    async def _score_on(
+        self,
+        replica: Replica,
+        request: prefill_pb2.ScoreRequest,
+        send: Callable[[logprobs_pb2.ScoreChunk], Awaitable[None]],
+        timeout_s: float | None,
+    ) -> logprobs_pb2.ScoreResult:
+        call = prefill_pb2_grpc.PrefillServiceStub(replica.channel).Score(request, timeout=timeout_s)
+        with _errors_of(replica, call) as stream:
+            async for response in stream:
+                match response.WhichOneof("event"):
+                    case "header":
+                        self._check_digest(response.header.model_digest)
+                    case "chunk":
+                        await send(response.chunk)
+                    case "result":
+                        result: logprobs_pb2.ScoreResult = response.result
+                        return result
+            raise DataLossError("the stream of scores ended without a result")
+
     async def _somewhere(
         self, tokens: int, timeout_s: float | None, call: Callable[[Replica, float | None], Awaitable[Answer]]
     ) -> Answer:
@@ -175,10 +244,13 @@ class PrefillClient:
                         return outcome
             raise DataLossError("the prefill stream ended without a result")
 
+    def _check_digest(self, model_digest: str) -> None:
+        if model_digest != self._model_digest:
+            raise ModelMismatchError(f"prefill answers with model {model_digest[:12]}…")
+
     def _check_header(self, request: prefill_pb2.PrefillRequest, header: prefill_pb2.PrefillHeader) -> None:
         """Confirms, before anything is stored, that this is the answer to our question."""
-        if header.model_digest != self._model_digest:
-            raise ModelMismatchError(f"prefill answers with model {header.model_digest[:12]}…")
+        self._check_digest(header.model_digest)
         self._layout.require(layout_from_wire(header.kv_layout), "prefill")
         if (header.request_id, header.prompt_tokens) != (request.request_id, len(request.token_ids)):
             raise DataLossError("prefill answers another request")

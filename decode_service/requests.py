@@ -16,13 +16,10 @@ from decode_service.text.tokenizer import Tokenizer
 from headrace.v1 import decode_pb2
 from shared.errors import InvalidRequestError
 from shared.kv.handoff import prompt_tokens_error
-from shared.logprobs import MAX_TOP_LOGPROBS
 from shared.outlet import Outlet
+from shared.request_fields import check_name, check_priority, check_top_logprobs
 
 DEFAULT_MAX_TOKENS = 256
-LONGEST_NAME = 128
-"""Of a request, or of a tenant."""
-MOST_PRIORITY = 100
 
 AnyRequest = decode_pb2.GenerateRequest | decode_pb2.CompleteRequest
 
@@ -46,17 +43,11 @@ class RequestReader:
             InvalidRequestError: it can never be served as it is.
         """
         for name in ("request_id", "cache_salt"):
-            if (length := len(getattr(request, name))) > LONGEST_NAME:
-                raise InvalidRequestError(f"{name} has {length} characters; at most {LONGEST_NAME} are allowed")
-        if abs(request.priority) > MOST_PRIORITY:
-            raise InvalidRequestError(
-                f"priority is {request.priority}; it must be from {-MOST_PRIORITY} to {MOST_PRIORITY}"
-            )
+            check_name(name, getattr(request, name))
+        check_priority(request.priority)
         end_ids = frozenset[int]() if request.stopping.ignore_eos else self._end_token_ids
         sampling = self._sampling(request, end_ids)
-        tokens = await asyncio.to_thread(self._prompt_tokens, request.prompt)
-        if error := prompt_tokens_error(tokens, self._vocab_size, self._context_length):
-            raise InvalidRequestError(error)
+        tokens = await self.prompt_tokens(request.prompt)
         stop = self._stop_conditions(request.stopping, len(tokens))
         return Sequence(
             request_id=request.request_id or secrets.token_hex(8),
@@ -71,6 +62,17 @@ class RequestReader:
             cache_salt=request.cache_salt,
             top_logprobs=_top_logprobs(request),
         )
+
+    async def prompt_tokens(self, prompt: decode_pb2.Prompt) -> list[int]:
+        """The tokens of a prompt in any form. Tokenizing happens beside the event loop.
+
+        Raises:
+            InvalidRequestError: there are none, too many, or some that the model does not know.
+        """
+        tokens = await asyncio.to_thread(self._prompt_tokens, prompt)
+        if error := prompt_tokens_error(tokens, self._vocab_size, self._context_length):
+            raise InvalidRequestError(error)
+        return tokens
 
     def _prompt_tokens(self, prompt: decode_pb2.Prompt) -> list[int]:
         match prompt.WhichOneof("form"):
@@ -128,8 +130,7 @@ class RequestReader:
 
 def _top_logprobs(request: AnyRequest) -> int | None:
     """How many alternatives to report with each token's log-probability; None reports neither."""
-    if request.top_logprobs > MAX_TOP_LOGPROBS:
-        raise InvalidRequestError(f"top_logprobs is {request.top_logprobs}; it must be from 0 to {MAX_TOP_LOGPROBS}")
+    check_top_logprobs(request.top_logprobs)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequestError(f"top_logprobs is {request.top_logprobs}, but logprobs is not set; set it too")
     return request.top_logprobs if request.logprobs else None

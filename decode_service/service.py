@@ -15,6 +15,7 @@ from decode_service.prefill_client import PrefillClient
 from decode_service.prompts import LocalPrefill, Prompts
 from decode_service.requests import RequestReader
 from decode_service.scheduler import DecodeScheduler
+from decode_service.scoring import Scoring
 from decode_service.servicer import DecodeServicer
 from decode_service.speculation.controller import DraftController
 from decode_service.tables import BlockTables
@@ -119,7 +120,8 @@ async def serve(arguments: argparse.Namespace) -> None:
     )
     client = _prefill_client(arguments, pack)
     prompts = Prompts(LocalPrefill(arguments.local_prefill), arguments.short_prompt, client, kv)
-    servicer = DecodeServicer(reader, scheduler, prompts, telemetry, pack.manifest.model_digest)
+    scoring = Scoring(reader, client, pack.manifest.model_digest)
+    servicer = DecodeServicer(reader, scheduler, prompts, telemetry, pack.manifest.model_digest, scoring)
     engine = DecodeEngine(model, kv, draft, scheduler, telemetry, _controller(settings), settings.missing_tokens)
     engine.start()
     try:

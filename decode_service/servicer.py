@@ -1,4 +1,4 @@
-"""The Generate and Complete RPCs: a request in, tokens out as they are accepted."""
+"""The RPCs of decode: a request in, tokens out as they are accepted, or scores of a text."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from decode_service.life import Life
 from decode_service.prompts import Prompts
 from decode_service.requests import RequestReader
 from decode_service.scheduler import DecodeScheduler
+from decode_service.scoring import Scoring
 from decode_service.sequence import Sequence
 from decode_service.text.output import Emission, FinishReason
 from headrace.v1 import decode_pb2, decode_pb2_grpc
@@ -36,12 +37,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         prompts: Prompts,
         telemetry: Telemetry,
         model_digest: str,
+        scoring: Scoring,
     ) -> None:
         self._reader = reader
         self._scheduler = scheduler
         self._prompts = prompts
         self._telemetry = telemetry
         self._model_digest = model_digest
+        self._scoring = scoring
 
     async def Generate(
         self, request: decode_pb2.GenerateRequest, context: Any
@@ -70,6 +73,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 result=self._result(sequence, outcome, emissions[-1].finish),
                 logprobs=[logprobs for emission in emissions for logprobs in logprobs_to_wire(emission.logprobs)],
             )
+
+    async def ScorePrompt(self, request: decode_pb2.ScorePromptRequest, context: Any) -> None:
+        """See `protos/headrace/v1/decode.proto`."""
+        await self._scoring.score(request, context.write, context.time_remaining())
 
     @asynccontextmanager
     async def _generation(

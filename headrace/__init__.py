@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from headrace.local import LocalPlan, LocalServices
     from headrace.retry import RetryPolicy
+    from headrace.score import Score
     from headrace.tls import Tls
     from headrace.types import Chunk, Completion, Header, Result, ServerStatus, Timings, TokenLogprobs, Usage
 
@@ -49,6 +50,7 @@ _HOME = {
     ),
     "local": ("LocalPlan", "LocalServices"),
     "retry": ("RetryPolicy",),
+    "score": ("Score",),
     "tls": ("Tls",),
     "types": ("Chunk", "Completion", "Header", "Result", "ServerStatus", "Timings", "TokenLogprobs", "Usage"),
 }
@@ -76,6 +78,7 @@ __all__ = [
     "ResourceExhausted",
     "Result",
     "RetryPolicy",
+    "Score",
     "ServerError",
     "ServerStatus",
     "Timings",

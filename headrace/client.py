@@ -16,11 +16,13 @@ import grpc
 from headrace import client_wire
 from headrace.client_batch import CONCURRENCY, BatchRequest, Outcome, outcomes, outcomes_async
 from headrace.client_channel import open_async_channel, open_channel
+from headrace.client_score import score, score_async
 from headrace.client_status import async_statuses, statuses
 from headrace.client_stream import AsyncGeneration, Generation, rpc_error
 from headrace.errors import Cancelled
 from headrace.request import Request, RequestOptions
 from headrace.retry import DEFAULT_RETRY, Attempts, RetryPolicy
+from headrace.score import Score, ScoreOptions
 from headrace.target import Target, balanced, replicas
 from headrace.tls import Tls, metadata_of
 from headrace.types import Completion, ServerStatus
@@ -135,6 +137,19 @@ class AsyncClient(_Settings):
 
         return outcomes_async(complete, requests, concurrency)
 
+    async def score(
+        self, text: str | None = None, *, timeout_s: float | None = None, **options: Unpack[ScoreOptions]
+    ) -> Score:
+        """How likely each token of a text is after those before it; its perplexity.
+
+        Exactly one of text, `messages` and `token_ids` is given. Cancelling the task cancels the call.
+
+        Raises:
+            CallError: the request is wrong or the call failed; FailedPrecondition where decode has no --prefill.
+        """
+        request = client_wire.score_request(Request(text, logprobs=True, **options))
+        return await score_async(self._decode, request, self._attempts(timeout_s), self._metadata)
+
     async def status(self) -> tuple[ServerStatus, ...]:
         """Asks every replica, in the order of the target.
 
@@ -244,6 +259,19 @@ class Client(_Settings):
             return self._complete(Request(**request), timeout_s, started)
 
         return outcomes(complete, requests, concurrency)
+
+    def score(
+        self, text: str | None = None, *, timeout_s: float | None = None, **options: Unpack[ScoreOptions]
+    ) -> Score:
+        """How likely each token of a text is after those before it; its perplexity.
+
+        Exactly one of text, `messages` and `token_ids` is given.
+
+        Raises:
+            CallError: the request is wrong or the call failed; FailedPrecondition where decode has no --prefill.
+        """
+        request = client_wire.score_request(Request(text, logprobs=True, **options))
+        return score(self._decode, request, self._attempts(timeout_s), self._metadata)
 
     def status(self) -> tuple[ServerStatus, ...]:
         """Asks every replica, in the order of the target.

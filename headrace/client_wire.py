@@ -25,7 +25,9 @@ from headrace.v1 import decode_pb2, logprobs_pb2, status_pb2
 MOST_REQUEST_BYTES = 4 << 20
 """What a service takes in one message; far more text than any context holds."""
 
-AnyRequest = TypeVar("AnyRequest", decode_pb2.GenerateRequest, decode_pb2.CompleteRequest)
+AnyRequest = TypeVar(
+    "AnyRequest", decode_pb2.GenerateRequest, decode_pb2.CompleteRequest, decode_pb2.ScorePromptRequest
+)
 
 
 def generate_request(request: Request) -> decode_pb2.GenerateRequest:
@@ -36,6 +38,18 @@ def generate_request(request: Request) -> decode_pb2.GenerateRequest:
 def complete_request(request: Request) -> decode_pb2.CompleteRequest:
     """The message of the unary call. Raises InvalidRequest when it is too large to travel."""
     return _fitting(decode_pb2.CompleteRequest(**_request_fields(request)))
+
+
+def score_request(request: Request) -> decode_pb2.ScorePromptRequest:
+    """The message of the call that scores a text. Raises InvalidRequest when it is too large to travel."""
+    return _fitting(
+        decode_pb2.ScorePromptRequest(
+            prompt=_prompt(request),
+            top_logprobs=request.top_logprobs,
+            request_id=request.request_id,
+            priority=request.priority,
+        )
+    )
 
 
 def _fitting(message: AnyRequest) -> AnyRequest:

@@ -40,6 +40,7 @@ EDGE = (
     "decode_service.requests*",
     "decode_service.prefill_client*",
     "decode_service.replicas",
+    "decode_service.scoring",
 )
 """The only modules that may touch gRPC or protobuf."""
 RPC = ("grpc", "google", "grpc_health", "grpc_reflection", "grpc_status", "headrace.v1")

@@ -14,6 +14,7 @@ from headrace.cli.generate import generate
 from headrace.cli.inspect import inspect
 from headrace.cli.pack import pack_command
 from headrace.cli.plan import plan
+from headrace.cli.score import score
 from headrace.cli.serve import serve
 from shared.errors import ConfigurationError, HeadraceError, InvalidRequestError
 
@@ -32,6 +33,7 @@ app.command()(plan)
 app.command()(serve)
 app.command()(batch)
 app.command()(generate)
+app.command()(score)
 app.command()(doctor)
 
 

@@ -17,6 +17,7 @@ from decode_service.prefill_client import PrefillClient
 from decode_service.prompts import LocalPrefill, Prompts
 from decode_service.requests import RequestReader
 from decode_service.scheduler import DecodeScheduler
+from decode_service.scoring import Scoring
 from decode_service.servicer import DecodeServicer
 from decode_service.speculation.controller import DraftController
 from decode_service.tables import BlockTables
@@ -215,7 +216,9 @@ async def decode_replica(
         hidden_size=pack.spec.hidden_size,
     )
     prompts = Prompts(local_prefill, short_prompt, prefill if prefills else None, kv)
-    servicer = DecodeServicer(_reader(pack), scheduler, prompts, telemetry, pack.manifest.model_digest)
+    reader, digest = _reader(pack), pack.manifest.model_digest
+    scoring = Scoring(reader, prefill if prefills else None, digest)
+    servicer = DecodeServicer(reader, scheduler, prompts, telemetry, digest, scoring)
     controller = DraftController(draft_length, draft_length, rows_limit=1024)
     engine = DecodeEngine(model, kv, built, scheduler, telemetry, controller, pass_tokens)
     service = Service(
