@@ -51,6 +51,9 @@ def pack_command(
 
 
 def _pack(source: str, out: Path, scheme: str, *, overwrite: bool) -> None:
+    from shared.threads import wait_passively
+
+    wait_passively()
     from shared.pack.writer import PackProgress, write_pack
     from shared.quant.schemes import scheme_named
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shared.errors import ConfigurationError, UnsupportedModelError
 from shared.quant import products
+from shared.quant.nf4_codes import nf4_codes
 
 TensorShape = tuple[torch.dtype, tuple[int, ...]]
 
@@ -87,15 +88,12 @@ def _nf4_components(rows: int, columns: int) -> dict[str, TensorShape]:
 
 def _nf4_encode(weight: Tensor) -> dict[str, Tensor]:
     """NormalFloat4 in blocks of 64 (QLoRA, arXiv 2305.14314), scales rounded to bfloat16 as kernels use them."""
-    products.load_bitsandbytes()
-    from bitsandbytes.functional import quantize_4bit
-
     rows, columns = weight.shape
     _nf4_components(rows, columns)
-    codes, state = quantize_4bit(weight.float().contiguous(), blocksize=NF4_BLOCK, quant_type="nf4")
+    codes, maxima = nf4_codes(weight.float().contiguous(), NF4_BLOCK)
     return {
         "weight": codes.view(rows, columns // 2),
-        "weight.absmax": state.absmax.view(rows, columns // NF4_BLOCK).to(torch.bfloat16),
+        "weight.absmax": maxima.view(rows, columns // NF4_BLOCK).to(torch.bfloat16),
     }
 
 

@@ -147,9 +147,17 @@ class FourBitMatrix:
 
     def _codes(self, rows: slice) -> Tensor:
         """uint8 [n, in/2]. They may be stored as another dtype, which then holds several bytes an element."""
-        bytes_a_row = self.shape[1] // 2
-        stored = self.stored.rows(self.weight).contiguous().flatten().view(torch.uint8)
-        return stored.view(self.shape[0], bytes_a_row)[rows].contiguous()
+        start, stop, _ = rows.indices(self.shape[0])
+        bytes_a_row, item_bytes = self.shape[1] // 2, _ITEM_BYTES[self.stored.dtypes[self.weight]]
+        first, last = start * bytes_a_row, stop * bytes_a_row
+        begin, end = first // item_bytes, -(-last // item_bytes)
+        stored_rows = self.stored.shapes[self.weight]
+        if math.prod(stored_rows[1:]) == 1:
+            read = self.stored.rows(self.weight, slice(begin, end))
+        else:
+            read = self.stored.rows(self.weight).flatten()[begin:end]
+        codes = read.contiguous().flatten().view(torch.uint8)[first - begin * item_bytes :][: last - first]
+        return codes.view(stop - start, bytes_a_row)
 
     def _scales(self) -> Tensor:
         """float32 [blocks]."""

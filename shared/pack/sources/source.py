@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -18,10 +20,15 @@ from torch import Tensor
 from shared.errors import DataLossError, UnsupportedModelError
 from shared.model.spec import ModelSpec
 from shared.pack.format import expert_prefixes, has_bias, matrix_shapes, mlp_shapes, norm_shapes, router_shapes
+from shared.parallel import in_parallel
 from shared.quant.schemes import SCHEMES, Scheme
 
 Shape = tuple[int, ...]
 
+PIECE_BYTES = 4 << 20
+"""About how much of a float32 matrix one core works on at a time."""
+PIECE_ROWS = 32
+"""Pieces have a multiple of so many rows, as nf4 groups them."""
 FLOATING_SCHEMES = ("bf16", "fp32")
 """Schemes that hold any matrix without quantizing it."""
 
@@ -70,7 +77,7 @@ class Source:
         """
         name = layer_tensor_name(layer, f"{matrix}.weight")
         if self.read_encoded is None or self.stored_as.get(name) != scheme.name:
-            return scheme.encode(self.tensor(name))
+            return self._encoded_in_pieces(name, self._layer_shapes[f"{matrix}.weight"], scheme)
         components = self.read_encoded(name)
         if not all(bool(torch.isfinite(tensor).all()) for tensor in components.values()):
             raise DataLossError(f"{self.name}: {name} has scales that are not finite; the checkpoint is damaged")
@@ -83,9 +90,21 @@ class Source:
             DataLossError: it holds values that are not finite.
         """
         values = self.read_rows(name, rows).to(torch.float32)
-        if not bool(torch.isfinite(values).all()):
+        # Not torch.isfinite, which makes several copies; and the extremes are NaN where any value is.
+        if values.numel() and not all(map(math.isfinite, map(float, values.aminmax()))):
             raise DataLossError(f"{self.name}: {name} holds values that are not finite; the checkpoint is damaged")
         return values
+
+    @cached_property
+    def _layer_shapes(self) -> dict[str, Shape]:
+        return layer_shapes(self.spec)
+
+    def _encoded_in_pieces(self, name: str, shape: Shape, scheme: Scheme) -> dict[str, Tensor]:
+        """Encodes some rows at a time, on all cores. That makes no difference: schemes encode each row by itself."""
+        step = max(1, PIECE_BYTES // (shape[1] * torch.float32.itemsize * PIECE_ROWS)) * PIECE_ROWS
+        parts = [slice(begin, begin + step) for begin in range(0, shape[0], step)]
+        pieces = in_parallel(lambda rows: scheme.encode(self.tensor(name, rows)), parts)
+        return {suffix: torch.cat([piece[suffix] for piece in pieces]) for suffix in pieces[0]}
 
     def layer_tensor(self, layer: int, name: str) -> Tensor:
         """Reads a layer's tensor, `attention.q.weight` for one, as float32."""
