@@ -216,7 +216,7 @@ def test_a_receiver_that_holds_the_beginning_takes_exactly_the_rest(held: int) -
     ranges: list[tuple[int, int, int]] = []
     for held_here in range(TOKENS):
         receiver = HandoffReceiver(
-            LAYOUT, TOKENS, lambda layer, first, keys, _: ranges.append((layer, first, len(keys)))
+            LAYOUT, TOKENS, lambda layer, first, keys, _: ranges.append((layer, first, len(keys))), held_here
         )
         if held_here == held:
             for frame in frames:
