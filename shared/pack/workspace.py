@@ -7,6 +7,7 @@ pack/           the files; renamed to OUT at the end
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -18,8 +19,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shared.errors import ConfigurationError
+from shared.errors import CapacityError, ConfigurationError
 from shared.pack.format import FileRecord
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""The disk is full, the user's share of it is, or the largest allowed file."""
 
 
 @dataclass(frozen=True)
@@ -115,14 +119,29 @@ def workspace_of(out: Path) -> Iterator[Workspace]:
 
     Raises:
         ConfigurationError: another process packs to the same place.
+        CapacityError: the disk filled up; what is finished stays.
     """
     workspace = Workspace(out.with_name(f"{out.name}.partial"))
-    with _locked(workspace.folder, out):
+    with _told_when_full(out), _locked(workspace.folder, out):
         try:
             yield workspace
         finally:
             if not workspace.pack.exists():
                 shutil.rmtree(workspace.folder)
+
+
+@contextmanager
+def _told_when_full(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        free_bytes = shutil.disk_usage(out.parent).free
+        raise CapacityError(
+            f"packing to {out} stopped: {error.strerror}, with {free_bytes:,} bytes free on that disk; "
+            "make room and run the same command again: it goes on where it stopped"
+        ) from None
 
 
 @contextmanager
@@ -152,14 +171,17 @@ def write_durably(path: Path, pieces: Iterable[memoryview]) -> FileRecord:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
     digest, size_bytes = hashlib.sha256(), 0
-    with temporary.open("wb") as file:
-        for piece in pieces:
-            file.write(piece)
-            digest.update(piece)
-            size_bytes += piece.nbytes
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    try:
+        with temporary.open("wb") as file:
+            for piece in pieces:
+                file.write(piece)
+                digest.update(piece)
+                size_bytes += piece.nbytes
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)  # a full disk gets back what could not be finished
     _sync_folder(path.parent)
     return FileRecord(size_bytes, digest.hexdigest())
 

@@ -63,6 +63,7 @@ def write_pack(
         ConfigurationError: `out` exists, another process is packing to it, or the disk has too little room.
         UnsupportedModelError: the scheme cannot hold a matrix of this model, or would quantize one a second time.
         DataLossError: the source holds values that are not finite.
+        CapacityError: the disk filled up on the way; the same call goes on where it stopped.
     """
     source.require_scheme(scheme)
     sizes = file_sizes(source, scheme)
