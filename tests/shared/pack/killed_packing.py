@@ -21,6 +21,7 @@ from shared.pack import workspace
 from shared.pack.reader import Pack
 from shared.pack.sources import Source, open_source
 from shared.pack.writer import write_pack
+from shared.quant.products import load_bitsandbytes
 from shared.quant.schemes import Scheme, scheme_named
 
 KILLS = 3
@@ -30,6 +31,8 @@ KILLS = 3
 def main() -> None:
     """Packs as often as the command line says."""
     checkpoint, folder, scheme, packs, seed = sys.argv[1:]
+    if scheme == "nf4":
+        load_bitsandbytes()  # once, not in every fork: it takes longer than packing
     source, chosen, choice = open_source(Path(checkpoint)), scheme_named(scheme), random.Random(int(seed))
     events = pack_in_process(source, Path(folder) / "whole", chosen, None)
     for number in range(int(packs)):
