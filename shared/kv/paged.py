@@ -68,6 +68,10 @@ class PagedPass:
         short = [(segment, table) for segment, table in pairs if segment.count <= SHORT_SEGMENT]
         self._groups = [_Group(group, pool.heads_per_kv) for group in _similar_lengths(short)]
 
+    def parts(self, tokens: int) -> Sequence[slice]:
+        """All tokens at once. See `shared.model.layers.KeyValues`."""
+        return [slice(0, tokens)]
+
     def attend(self, layer: int, rule: AttentionRule, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Stores the new keys and values in their blocks and attends. See `shared.model.layers.KeyValues`."""
         layer_keys, layer_values = self._pool.keys[layer], self._pool.values[layer]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues, token_slots
-from shared.model.attention import ALIGNED_CHUNK, aligned_attention
+from shared.model.attention import ALIGNED_CHUNK, PART_TOKENS, aligned_attention
 from shared.model.batch import Segment
 from shared.model.spec import AttentionRule
 
@@ -37,29 +38,45 @@ class PromptKeyValues:
         segments: Sequence[Segment],
         pool: PagedKeyValues | None = None,
         tables: Sequence[Sequence[int]] | None = None,
+        part_tokens: int = PART_TOKENS,
     ) -> None:
         """Works out addresses, once for all layers.
 
         Args:
             pool: of blocks that outlive the pass.
             tables: each segment's blocks from its sequence's first token on, its context's at least.
+            part_tokens: most tokens that attend at once, a multiple of `ALIGNED_CHUNK`.
         """
         self._pool = pool
+        self._part_tokens = part_tokens
         tables = [()] * len(segments) if tables is None else tables
         self._prompts = {s: _addresses(s, table) for s, table in zip(segments, tables, strict=True)}
         self.clear()
 
+    def parts(self, tokens: int) -> Sequence[slice]:
+        """So many at a time, cut where chunks of attention are. See `shared.model.layers.KeyValues`."""
+        parts, start = [], 0
+        for cut, following in pairwise([*self._cuts(), tokens]):
+            if following - start > self._part_tokens:
+                parts.append(slice(start, cut))
+                start = cut
+        return [*parts, slice(start, tokens)]
+
     def attend(self, layer: int, rule: AttentionRule, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Keeps the layer's keys and values, and attends within each prompt. See `shared.model.layers.KeyValues`."""
-        self._layer, self._keys, self._values = layer, keys, values
+        self._layer = layer
+        part = self._keep(keys, values)
+        shares = [(segment, within) for segment in self._prompts if (within := _overlap(segment, part))]
         # All first: a prompt may read what another one of the same pass writes.
-        for prompt in self._prompts.values():
-            self._write(prompt)
+        for segment, within in shares:
+            self._write(self._prompts[segment], within)
         attended = torch.empty_like(queries)
-        for segment, prompt in self._prompts.items():
-            whole_keys, whole_values = self._tokens(prompt, 0, segment.total, -segment.total % ALIGNED_CHUNK)
-            rows = segment.rows
-            aligned_attention(rule, queries[rows], whole_keys, whole_values, segment.context, attended[rows])
+        for segment, within in shares:
+            last = segment.context + within.stop
+            whole_keys, whole_values = self._tokens(self._prompts[segment], 0, last, -last % ALIGNED_CHUNK)
+            rows = slice(segment.start + within.start - part.start, segment.start + within.stop - part.start)
+            context = segment.context + within.start
+            aligned_attention(rule, queries[rows], whole_keys, whole_values, context, attended[rows])
         return attended
 
     def of(self, segment: Segment, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor]:
@@ -68,28 +85,61 @@ class PromptKeyValues:
 
     def clear(self) -> None:
         """Lets go of the layer's keys and values: what computes the next ones has their memory."""
-        self._layer = 0
+        self._layer = self._kept = 0
         self._keys = self._values = torch.empty(0)
 
-    def _write(self, prompt: _Prompt) -> None:
-        if self._pool is not None and len(prompt.written):
-            start = prompt.segment.start
-            rows = slice(start, start + len(prompt.written))
-            self._pool.keys[self._layer].index_copy_(0, prompt.written, self._keys[rows])
-            self._pool.values[self._layer].index_copy_(0, prompt.written, self._values[rows])
+    def _cuts(self) -> Iterator[int]:
+        """Rows before which a part may end: where a prompt begins, or one of its chunks of attention does."""
+        for segment in self._prompts:
+            yield segment.start
+            first = segment.start + (-segment.context % ALIGNED_CHUNK or ALIGNED_CHUNK)
+            yield from range(first, segment.start + segment.count, ALIGNED_CHUNK)
+
+    def _keep(self, keys: Tensor, values: Tensor) -> slice:
+        """Puts a part's keys and values behind those of the parts before it, and returns its rows."""
+        tokens = max(segment.start + segment.count for segment in self._prompts)
+        start = self._kept % tokens  # after the last part comes the next layer
+        part = slice(start, start + len(keys))
+        if len(keys) == tokens:
+            self._keys, self._values = keys, values
+        else:
+            if not start:
+                # Zeros: attention reads a little behind what is there, masked, but it must be finite.
+                shape = (tokens + ALIGNED_CHUNK, *keys.shape[1:])
+                self._keys, self._values = keys.new_zeros(shape), values.new_zeros(shape)
+            self._keys[part], self._values[part] = keys, values
+        self._kept = part.stop
+        return part
+
+    def _write(self, prompt: _Prompt, within: slice) -> None:
+        """Puts the keys and values of some of a prompt's tokens, counted from its first new one, into its blocks."""
+        written = prompt.written[within]
+        if self._pool is not None and len(written):
+            start = prompt.segment.start + within.start
+            rows = slice(start, start + len(written))
+            self._pool.keys[self._layer].index_copy_(0, written, self._keys[rows])
+            self._pool.values[self._layer].index_copy_(0, written, self._values[rows])
 
     def _tokens(self, prompt: _Prompt, first: int, last: int, filling: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a range of tokens, with so many zeros behind them."""
         segment, read = prompt.segment, prompt.read[first:last]
         offset = segment.start - segment.context
         new = slice(offset + max(first, segment.context), offset + max(last, segment.context))
-        if not (len(read) or filling):
-            return self._keys[new], self._values[new]
+        if not len(read) and (not filling or self._kept == new.stop <= len(self._keys) - filling):
+            # Zeros are there already, since nothing is behind these tokens.
+            filled = slice(new.start, new.stop + filling)
+            return self._keys[filled], self._values[filled]
         stored = (None, None) if self._pool is None else (self._pool.keys[self._layer], self._pool.values[self._layer])
         return (
             _joined(stored[0], read, self._keys[new], filling),
             _joined(stored[1], read, self._values[new], filling),
         )
+
+
+def _overlap(segment: Segment, part: slice) -> slice | None:
+    """Which of a segment's tokens are among the rows of a part, counted from its first one."""
+    start, stop = max(segment.start, part.start), min(segment.start + segment.count, part.stop)
+    return slice(start - segment.start, stop - segment.start) if start < stop else None
 
 
 def _addresses(segment: Segment, table: Sequence[int]) -> _Prompt:

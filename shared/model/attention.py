@@ -10,6 +10,10 @@ from shared.model.spec import AttentionRule
 
 QUERY_CHUNK = 256
 """Queries of one sequence attended at once: bounds the mask, and skips keys that come after the whole chunk."""
+PART_TOKENS = 2048
+"""Of a longer pass, so many tokens have queries and attention at once; the others only features, keys and values."""
+LONG_CONTEXT = 4096
+"""Where a chunk of a prompt sees more keys than this, its mask is kept small."""
 ALIGNED_CHUNK = 64
 """Positions of a prompt attended at once: few enough that filling them up costs a short prompt little."""
 
@@ -90,9 +94,14 @@ def aligned_attention(
         )
         seen = slice(first_seen(rule, first), last)
         seen_by = visible(rule, torch.arange(first, last)[:, None], torch.arange(seen.start, last))
-        mask = additive_mask(seen_by[None], chunk.shape[1] // keys.shape[1], chunk.dtype)
-        found = grouped_attention(rule, chunk[None], keys[None, seen], values[None, seen], mask)[0]
-        attended[new] = found[start - first : stop - first]
+        group = chunk.shape[1] // keys.shape[1]
+        # Where many keys are seen, the query heads of a group take turns: together their mask would be large.
+        turns = group if last - seen.start > LONG_CONTEXT else 1
+        mask = additive_mask(seen_by[None], group // turns, chunk.dtype)
+        for turn in range(turns):
+            heads = slice(turn, None, turns)
+            found = grouped_attention(rule, chunk[None, :, heads], keys[None, seen], values[None, seen], mask)[0]
+            attended[new, heads] = found[start - first : stop - first]
 
 
 def additive_mask(visible: Tensor, heads_per_kv: int, dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shared.model.experts import ExpertWeights, mixture
 from shared.model.mlp import ACTIVATIONS, Linear, Mlp, row_chunks
-from shared.model.rotary import Rotation
+from shared.model.rotary import RotationOfRows
 from shared.model.spec import AttentionRule, ModelSpec
 from shared.quant.schemes import Scheme
 
@@ -19,8 +19,12 @@ from shared.quant.schemes import Scheme
 class KeyValues(Protocol):
     """Where a pass keeps keys and values, and how its tokens attend to them."""
 
+    def parts(self, tokens: int) -> Sequence[slice]:
+        """Which of the pass's tokens attend at once, in their order: `attend` is called once for each part."""
+        ...
+
     def attend(self, layer: int, rule: AttentionRule, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Stores the new keys and values, [tokens, kv_heads, head_dim], and attends.
+        """Stores the new keys and values of a part, [tokens, kv_heads, head_dim], and attends.
 
         Args:
             queries: rotated, [tokens, heads, head_dim].
@@ -72,28 +76,31 @@ def decoder_layer(
     layer: int,
     weights: LayerWeights,
     hidden: Tensor,
-    rotation: Rotation,
+    rotation: RotationOfRows,
     kv: KeyValues,
     experts: ExpertWeights | None = None,
 ) -> None:
     """Takes all tokens of a pass through one layer, updating `hidden` [tokens, hidden_size] in place.
 
+    What a part of the tokens works in is gone before the next part comes; its keys and values stay.
+
     Args:
         experts: where the layer's experts are, if it has any.
     """
     activation, residual = ACTIVATIONS[spec.activation], spec.multipliers.residual
-    attended = kv.attend(layer, spec.attention_rules[layer], *_project(spec, weights, hidden, rotation))
-    for rows in row_chunks(len(hidden)):
-        chunk = hidden[rows]
-        output = weights.attention_output(attended[rows].flatten(1))
-        chunk.add_(norm(spec, output, weights.attention_post_norm), alpha=residual)
-        if weights.mlp is not None:
-            output = weights.mlp(norm(spec, chunk, weights.mlp_norm), activation)
-            chunk.add_(norm(spec, output, weights.mlp_post_norm), alpha=residual)
+    for part in kv.parts(len(hidden)):
+        attended = kv.attend(layer, spec.attention_rules[layer], *_project(spec, weights, hidden, part, rotation))
+        for rows in row_chunks(len(attended)):
+            chunk = hidden[part][rows]
+            output = weights.attention_output(attended[rows].flatten(1))
+            chunk.add_(norm(spec, output, weights.attention_post_norm), alpha=residual)
+            if weights.mlp is not None:
+                output = weights.mlp(norm(spec, chunk, weights.mlp_norm), activation)
+                chunk.add_(norm(spec, output, weights.mlp_post_norm), alpha=residual)
+        del attended  # what the next part or the experts work in takes its place
     if weights.router is not None:
         if experts is None:
             raise ValueError("a layer with a router needs experts")
-        del attended  # what the experts work in takes its place
         _add_mixture(spec, layer, weights, weights.router, hidden, experts)
 
 
@@ -126,9 +133,10 @@ def _add_mixture(
 
 
 def _project(
-    spec: ModelSpec, weights: LayerWeights, hidden: Tensor, rotation: Rotation
+    spec: ModelSpec, weights: LayerWeights, hidden: Tensor, part: slice, rotation: RotationOfRows
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotated queries and keys, and values: [tokens, heads or kv_heads, head_dim] each."""
+    """Rotated queries and keys, and values, of a part of the tokens: [tokens, heads or kv_heads, head_dim] each."""
+    hidden = hidden[part]
     tokens, sizes = len(hidden), (spec.query_size, spec.kv_size, spec.kv_size)
     queries, keys, values = (hidden.new_empty(tokens, size // spec.head_dim, spec.head_dim) for size in sizes)
     for rows in row_chunks(tokens):
@@ -137,6 +145,6 @@ def _project(
         if spec.qkv_clip is not None:
             q, k, v = (part.clamp(-spec.qkv_clip, spec.qkv_clip) for part in (q, k, v))
         q, k, v = (part.unflatten(-1, (-1, spec.head_dim)) for part in (q, k, v))
-        turn = rotation.rows(rows)
+        turn = rotation.rows(slice(part.start + rows.start, min(part.start + rows.stop, part.stop)))
         queries[rows], keys[rows], values[rows] = turn.apply(q), turn.apply(k), v
     return queries, keys, values

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from shared.health import EngineHealth
+from shared.model.attention import PART_TOKENS
 from shared.model.batch import TokenBatch
 from shared.model.embedding import EmbeddingFile
 from shared.model.layers import KeyValues, LayerWeights, decoder_layer, norm
-from shared.model.rotary import rotation
+from shared.model.rotary import RotationOfRows, RotationOnDemand, rotation
+from shared.model.spec import Rope
 from shared.pack.reader import Pack
 from shared.quant.products import linear
 from shared.streaming.plan import Residency
@@ -119,7 +121,8 @@ class Pass:
         """[tokens, hidden_size]."""
         self._spec = model.spec
         self._experts = model.experts
-        self._rotations = {rope: rotation(rope, batch.positions, model.dtype) for rope in set(model.spec.ropes)}
+        self._dtype = model.dtype
+        self._rotations = self._rotate()
 
     def compute(self, layer: int, weights: LayerWeights, kv: KeyValues) -> None:
         """Takes all tokens through one layer."""
@@ -130,7 +133,12 @@ class Pass:
         """Drops all tokens but the first of each sequence, as many as `counts` says; see `TokenBatch.keep`."""
         self.batch, rows = self.batch.keep(counts)
         self.hidden = self.hidden[rows]
-        self._rotations = {rope: rotation.rows(rows) for rope, rotation in self._rotations.items()}
+        self._rotations = self._rotate()
+
+    def _rotate(self) -> dict[Rope | None, RotationOfRows]:
+        """Tables for all layers, unless there are so many tokens that these would be large."""
+        kind = rotation if len(self.hidden) <= PART_TOKENS else RotationOnDemand
+        return {rope: kind(rope, self.batch.positions, self._dtype) for rope in set(self._spec.ropes)}
 
     @property
     def last_hidden(self) -> Tensor:

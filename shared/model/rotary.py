@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +30,26 @@ class Rotation:
     def rows(self, chosen: slice | Tensor) -> Rotation:
         """The rotation of some of the tokens."""
         return Rotation(self.cos[chosen], self.sin[chosen])
+
+
+class RotationOfRows(Protocol):
+    """Tells the rotation of some of a batch's tokens."""
+
+    def rows(self, chosen: slice) -> Rotation: ...
+
+
+@dataclass(frozen=True)
+class RotationOnDemand:
+    """The rotation of a batch so large that it is worked out anew for each layer, a few rows at a time."""
+
+    rope: Rope | None
+    positions: Tensor
+    """int64 [tokens]."""
+    dtype: torch.dtype
+
+    def rows(self, chosen: slice) -> Rotation:
+        """The rotation of some of the tokens."""
+        return rotation(self.rope, self.positions[chosen], self.dtype)
 
 
 def rotation(rope: Rope | None, positions: Tensor, dtype: torch.dtype) -> Rotation:
