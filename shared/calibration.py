@@ -9,6 +9,7 @@ from typing import Any
 from shared.machine import cached, machine_key
 from shared.pack.reader import Pack
 from shared.speed import disk_bytes_per_s, layer_seconds, memory_bytes_per_s, output_seconds
+from shared.speed_attention import context_token_s, decode_rest_s, prompt_rest_s
 
 
 @dataclass(frozen=True)
@@ -19,16 +20,27 @@ class Calibration:
     """Layer files read past the page cache, as the ring reads them."""
     memory_bytes_per_s: float
     """Reading memory with all compute threads."""
-    layer_s: Mapping[int, float]
-    """Rows -> seconds for one layer's matrix products, weights from memory."""
+    streamed_layer_s: Mapping[int, float]
+    """Rows -> seconds for one layer's matrix products, as it is stored, weights from memory."""
+    resident_layer_s: Mapping[int, float]
+    """The same for a layer that stays, in the layout it gets then."""
     output_s: Mapping[int, float]
-    """Rows -> seconds for the output matrix."""
+    """Rows -> seconds for the output matrix and the choice of tokens."""
+    decode_rest_s: Mapping[int, float]
+    """Rows -> seconds for what one layer does besides products, for sequences with little context."""
+    context_token_s: float
+    """And for attention to each token of their contexts."""
+    prompt_rest_s: Mapping[int, float]
+    """Tokens of a prompt -> seconds for what one layer does with it besides products."""
 
     @classmethod
     def of_json(cls, value: Mapping[str, Any]) -> Calibration:
         """The inverse of `dataclasses.asdict` and JSON, which makes rows into text."""
-        tables = {name: {int(rows): float(s) for rows, s in value[name].items()} for name in ("layer_s", "output_s")}
-        return cls(float(value["disk_bytes_per_s"]), float(value["memory_bytes_per_s"]), **tables)
+        read: dict[str, Any] = {
+            name: {int(rows): float(s) for rows, s in found.items()} if isinstance(found, Mapping) else float(found)
+            for name, found in value.items()
+        }
+        return cls(**read)
 
 
 def calibrated(pack: Pack, threads: int, *, again: bool = False) -> Calibration:
@@ -52,4 +64,14 @@ def calibrated(pack: Pack, threads: int, *, again: bool = False) -> Calibration:
 
 
 def _measure(pack: Pack) -> Calibration:
-    return Calibration(disk_bytes_per_s(pack), memory_bytes_per_s(), layer_seconds(pack), output_seconds(pack))
+    products = layer_seconds(pack)
+    return Calibration(
+        disk_bytes_per_s=disk_bytes_per_s(pack),
+        memory_bytes_per_s=memory_bytes_per_s(),
+        streamed_layer_s=products.streamed,
+        resident_layer_s=products.resident,
+        output_s=output_seconds(pack),
+        decode_rest_s=decode_rest_s(pack),
+        context_token_s=context_token_s(pack),
+        prompt_rest_s=prompt_rest_s(pack),
+    )

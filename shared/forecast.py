@@ -7,8 +7,9 @@ goes on only until the slots are full. A chain of k draft tokens at acceptance a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from shared.streaming.plan import MemoryPlan
@@ -24,45 +25,89 @@ class ExpertTraffic:
     """For each token."""
     expert_bytes: int
 
-    def needed(self, rows: int) -> float:
+    def needed(self, rows: float) -> float:
         """Experts that a layer is expected to need for that many tokens."""
         return distinct_experts(self.count, self.chosen, rows)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a pass has to do."""
+
+    decode_rows: float = 0.0
+    """Tokens of sequences that decode: each one's last token and its draft."""
+    context_tokens: float = 0.0
+    """Tokens that those sequences have, all together: what attention looks at."""
+    prompts: float = 0.0
+    """Prompts, or as many parts of them as amount to whole ones."""
+    prompt_tokens: int = 0
+    """Tokens to be computed of each."""
+    scored: float = 0.0
+    """Rows that need logits."""
+
+    @property
+    def rows(self) -> float:
+        """Tokens in the pass."""
+        return self.decode_rows + self.prompts * self.prompt_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpeed:
-    """A model on this machine: its sizes, and the times of its parts by the rows of a pass."""
+    """A model on this machine: its sizes, and the times of its parts."""
 
     layers: int
     layer_bytes: int
     layer_parameters: int
     """That a token goes through."""
     output_parameters: int
-    layer_s: Mapping[int, float]
+    streamed_layer_s: Mapping[int, float]
+    """Rows -> seconds for the products of a layer that is streamed."""
+    resident_layer_s: Mapping[int, float]
+    """The same for a layer that stays in memory."""
     output_s: Mapping[int, float]
+    decode_rest_s: Mapping[int, float] = field(default_factory=dict)
+    """Rows of sequences that decode -> seconds for what a layer does besides its products."""
+    context_token_s: float = 0.0
+    """For a layer's attention to each token of their contexts."""
+    prompt_rest_s: Mapping[int, float] = field(default_factory=dict)
+    """Tokens of a prompt -> seconds for what a layer does with it besides its products."""
     experts: ExpertTraffic | None = None
 
-    def compute_s(self, rows: int, scored: int) -> float:
-        """Products of a pass, of whose rows `scored` need logits."""
-        return self.layers * at_rows(self.layer_s, rows) + (at_rows(self.output_s, scored) if scored else 0.0)
+    def compute_s(self, work: Work, resident: int) -> float:
+        """Arithmetic of a pass, with so many layers in memory for good."""
+        products_s = resident * at_rows(self.resident_layer_s, work.rows)
+        products_s += (self.layers - resident) * at_rows(self.streamed_layer_s, work.rows)
+        return (
+            products_s + self.layers * self._rest_s(work) + (at_rows(self.output_s, work.scored) if work.scored else 0)
+        )
 
-    def operations(self, rows: int, scored: int) -> float:
-        """Multiplications and additions of the same."""
-        return 2.0 * (self.layers * self.layer_parameters * rows + self.output_parameters * scored)
+    def operations(self, work: Work) -> float:
+        """Multiplications and additions of its products."""
+        return 2.0 * (self.layers * self.layer_parameters * work.rows + self.output_parameters * work.scored)
 
-    def weight_bytes(self, rows: int) -> float:
+    def weight_bytes(self, rows: float) -> float:
         """Weights of all layers that a pass computes with."""
         return self.layers * self.layer_bytes + self.expert_bytes(rows)
 
-    def expert_bytes(self, rows: int) -> float:
+    def expert_bytes(self, rows: float) -> float:
         """The part of them that are experts."""
         return self.layers * self.experts.needed(rows) * self.experts.expert_bytes if self.experts else 0.0
 
     @property
     def peak_operations_per_s(self) -> float:
         """The best rate that was measured for its products."""
-        tables = ((self.layer_parameters, self.layer_s), (self.output_parameters, self.output_s))
+        layers = [(self.layer_parameters, table) for table in (self.streamed_layer_s, self.resident_layer_s)]
+        tables = [*layers, (self.output_parameters, self.output_s)]
         return max(2.0 * parameters * rows / s for parameters, table in tables for rows, s in table.items())
+
+    def _rest_s(self, work: Work) -> float:
+        """What one layer does besides its products."""
+        seconds = work.context_tokens * self.context_token_s
+        if work.decode_rows and self.decode_rest_s:
+            seconds += at_rows(self.decode_rest_s, work.decode_rows)
+        if work.prompts and self.prompt_rest_s:
+            seconds += work.prompts * at_rows(self.prompt_rest_s, work.prompt_tokens)
+        return seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +132,12 @@ class Speculation:
         """Tokens that a pass is expected to yield for one sequence."""
         return expected_tokens(self.acceptance, self.length)
 
-    def draft_s(self, batch: int) -> float:
-        """Time to propose for a batch."""
-        return self.length * self.draft.compute_s(batch, batch) if self.draft else 0.0
+    def draft_s(self, batch: float, context_tokens: float = 0.0) -> float:
+        """Time to propose for a batch; a draft's layers all stay in memory."""
+        if self.draft is None:
+            return 0.0
+        step = Work(decode_rows=batch, context_tokens=context_tokens, scored=batch)
+        return self.length * self.draft.compute_s(step, self.draft.layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +145,7 @@ class Forecast:
     """One pass at a batch size."""
 
     batch: int
-    rows: int
+    rows: float
     """Tokens in the pass."""
     read_s: float
     compute_s: float
@@ -120,16 +168,19 @@ class Forecast:
 
 
 def decode_forecast(
-    plan: MemoryPlan, model: ModelSpeed, machine: Machine, speculation: Speculation, batch: int
+    plan: MemoryPlan, model: ModelSpeed, machine: Machine, speculation: Speculation, batch: int, context: float = 0.0
 ) -> Forecast:
-    """A decode pass over `batch` sequences, each with its draft; attention over long contexts comes on top."""
-    rows, draft_s = batch * (speculation.length + 1), speculation.draft_s(batch)
-    return _forecast(plan, model, machine, batch, rows, rows, draft_s, batch * speculation.tokens)
+    """A decode pass over `batch` sequences of `context` tokens, each with its draft."""
+    rows = batch * (speculation.length + 1)
+    work = Work(decode_rows=rows, context_tokens=batch * context, scored=rows)
+    draft_s = speculation.draft_s(batch, batch * context)
+    return pass_forecast(plan, model, machine, batch, work, draft_s, batch * speculation.tokens)
 
 
-def prefill_forecast(plan: MemoryPlan, model: ModelSpeed, machine: Machine, batch: int, rows: int) -> Forecast:
-    """A prefill pass over `batch` prompts of `rows` tokens in all; attention over long prompts comes on top."""
-    return _forecast(plan, model, machine, batch, rows, 0, 0.0, rows)
+def prefill_forecast(plan: MemoryPlan, model: ModelSpeed, machine: Machine, batch: int, prompt_tokens: int) -> Forecast:
+    """A prefill pass over `batch` prompts of that length."""
+    work = Work(prompts=batch, prompt_tokens=prompt_tokens)
+    return pass_forecast(plan, model, machine, batch, work, 0.0, work.rows)
 
 
 def expected_tokens(acceptance: float, length: int) -> float:
@@ -137,15 +188,15 @@ def expected_tokens(acceptance: float, length: int) -> float:
     return sum(acceptance**accepted for accepted in range(length + 1))
 
 
-def distinct_experts(count: int, chosen: int, rows: int) -> float:
+def distinct_experts(count: int, chosen: int, rows: float) -> float:
     """Experts of a layer that some rows are expected to need, if each were as likely as any other.
 
     Real routers prefer some: then there are fewer.
     """
-    return count * (1 - (1 - chosen / count) ** rows)
+    return count * (1 - math.pow(1 - chosen / count, rows))
 
 
-def at_rows(seconds: Mapping[int, float], rows: int) -> float:
+def at_rows(seconds: Mapping[int, float], rows: float) -> float:
     """Time at a number of rows: straight lines between measured ones, and through zero beyond the last."""
     known = sorted(seconds)
     if rows <= known[0]:
@@ -156,29 +207,30 @@ def at_rows(seconds: Mapping[int, float], rows: int) -> float:
     return seconds[known[-1]] * rows / known[-1]
 
 
-def _forecast(
+def pass_forecast(
     plan: MemoryPlan,
     model: ModelSpeed,
     machine: Machine,
     batch: int,
-    rows: int,
-    scored: int,
+    work: Work,
     draft_s: float,
     tokens: float,
 ) -> Forecast:
-    streamed_bytes = (model.layers - len(plan.residency.resident)) * model.layer_bytes
-    streamed_bytes += round(model.expert_bytes(rows) * (1 - plan.kept_share))
-    read_s, compute_s = streamed_bytes / machine.disk_bytes_per_s, model.compute_s(rows, scored)
+    """A pass that does some work after `draft_s` of proposing, and yields `tokens`."""
+    resident = len(plan.residency.resident)
+    streamed_bytes = (model.layers - resident) * model.layer_bytes
+    streamed_bytes += round(model.expert_bytes(work.rows) * (1 - plan.kept_share))
+    read_s, compute_s = streamed_bytes / machine.disk_bytes_per_s, model.compute_s(work, resident)
     ahead_s = min(draft_s, plan.residency.slots * model.layer_bytes / machine.disk_bytes_per_s)
     limits = {
         "disk": read_s,
-        "memory": model.weight_bytes(rows) / machine.memory_bytes_per_s,
-        "arithmetic": model.operations(rows, scored) / model.peak_operations_per_s,
+        "memory": model.weight_bytes(work.rows) / machine.memory_bytes_per_s,
+        "arithmetic": model.operations(work) / model.peak_operations_per_s,
     }
     limited_by = max(limits, key=lambda name: limits[name])
     return Forecast(
         batch=batch,
-        rows=rows,
+        rows=work.rows,
         read_s=read_s,
         compute_s=compute_s,
         draft_s=draft_s,

@@ -15,7 +15,7 @@ from shared.streaming.plan import Demand, MemoryPlan, mebibytes, plan_memory
 BATCHES = (1, 8, 32)
 SEQUENCE_TOKENS = (256, 1024, 4096)
 PROMPT_TOKENS = 256
-"""Length of the prompts in a prefill forecast."""
+"""Length of the prompts in a prefill forecast, and of the sequences in one of decode."""
 WORTH_TELLING = 1.1
 """More memory is recommended where it brings at least this much."""
 
@@ -45,9 +45,9 @@ class Outlook:
     def forecast(self, plan: MemoryPlan, batch: int) -> Forecast:
         """One pass of a batch under a plan."""
         if self.speculation is None:
-            rows = min(batch * PROMPT_TOKENS, self.pass_tokens)
-            return prefill_forecast(plan, self.model, self.machine, -(-rows // PROMPT_TOKENS), rows)
-        return decode_forecast(plan, self.model, self.machine, self.speculation, batch)
+            prompts = max(1, min(batch, self.pass_tokens // PROMPT_TOKENS))
+            return prefill_forecast(plan, self.model, self.machine, prompts, PROMPT_TOKENS)
+        return decode_forecast(plan, self.model, self.machine, self.speculation, batch, PROMPT_TOKENS)
 
 
 def prospect(budget_bytes: int, demand: Demand, outlook: Outlook) -> Prospect:
@@ -76,8 +76,12 @@ def model_speed(pack: Pack, calibration: Calibration) -> ModelSpeed:
         layer_bytes=pack.layer_layout.data_bytes,
         layer_parameters=_parameters(matrix_shapes(spec)) + chosen * _parameters(mlp_shapes(spec)),
         output_parameters=spec.vocab_size * spec.hidden_size,
-        layer_s=calibration.layer_s,
+        streamed_layer_s=calibration.streamed_layer_s,
+        resident_layer_s=calibration.resident_layer_s,
         output_s=calibration.output_s,
+        decode_rest_s=calibration.decode_rest_s,
+        context_token_s=calibration.context_token_s,
+        prompt_rest_s=calibration.prompt_rest_s,
         experts=ExpertTraffic(count=pack.experts_per_layer, chosen=chosen, expert_bytes=pack.expert_bytes)
         if chosen
         else None,

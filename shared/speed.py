@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 
@@ -15,8 +16,9 @@ from torch import Tensor
 from shared.forecast import distinct_experts
 from shared.model.layers import LayerWeights
 from shared.model.mlp import ROW_CHUNK, Mlp
-from shared.pack.format import bind
+from shared.pack.format import FUSED, bind
 from shared.pack.reader import Pack
+from shared.quant.packed import settle
 from shared.quant.products import linear
 from shared.streaming.files import DataFile
 from shared.streaming.loader import READ_BYTES, READERS
@@ -26,9 +28,9 @@ ROWS = (1, 8, 32, 128, 512)
 OUTPUT_ROWS = (1, 8, 32, 128)
 BEYOND_CACHES_BYTES = 256 << 20
 """Weights rotate over this much, so that they come from memory."""
-DISK_S, PRODUCT_S = 1.5, 0.25
+DISK_S, PRODUCT_S = 1.5, 0.12
 """A measurement goes on for about this time."""
-FEWEST_TRIES = 3
+FEWEST_TRIES = 5
 
 
 def disk_bytes_per_s(pack: Pack) -> float:
@@ -43,7 +45,7 @@ def disk_bytes_per_s(pack: Pack) -> float:
             def read(file: DataFile) -> None:
                 list(readers.map(lambda part: file.read(byte_view(part[0]), part[1]), parts))
 
-            return size / _typical_s([partial(read, file) for file in files], DISK_S)
+            return size / typical_s([partial(read, file) for file in files], DISK_S)
     finally:
         for file in files:
             file.close()
@@ -52,33 +54,56 @@ def disk_bytes_per_s(pack: Pack) -> float:
 def memory_bytes_per_s() -> float:
     """Bandwidth of summing more than the caches hold, with all compute threads."""
     data = torch.ones(BEYOND_CACHES_BYTES // 4, dtype=torch.float32)
-    return BEYOND_CACHES_BYTES / _typical_s([data.sum], PRODUCT_S)
+    return BEYOND_CACHES_BYTES / typical_s([data.sum], PRODUCT_S)
 
 
-def layer_seconds(pack: Pack) -> dict[int, float]:
-    """Rows -> seconds for all matrix products of one layer, in chunks as a pass has them.
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Rows -> seconds for all matrix products of one layer."""
+
+    streamed: dict[int, float]
+    """As it is stored, which is how it streams."""
+    resident: dict[int, float]
+    """In the layout that a layer gets which stays (`shared.quant.packed`)."""
+
+
+def layer_seconds(pack: Pack) -> LayerSeconds:
+    """Times the products of real layers, in chunks as a pass has them.
 
     Of experts, as many as that number of rows is expected to need, with evenly many rows each.
     """
-    layers = [
-        LayerWeights.of(bind(buffer, pack.layer_layout), pack.scheme)
-        for buffer in _copies(_open(pack, 0), pack.layer_layout.data_bytes, pack.spec.layers)
-    ]
     experts: list[Mlp] = []
     if pack.spec.experts:
         file = DataFile(pack.experts_path(0), pack.experts_layout, pack.experts_digest(0), "layer 0, experts")
         buffers = _copies(file, pack.expert_bytes, pack.spec.layers * pack.experts_per_layer)
         experts = [Mlp.of(bind(buffer, pack.expert_layout), "", pack.scheme) for buffer in buffers]
-    return {rows: _layer_s(pack, layers, experts, rows) for rows in ROWS}
+    buffers = _copies(_open(pack, 0), pack.layer_layout.data_bytes, pack.spec.layers)
+    streamed = [LayerWeights.of(bind(buffer, pack.layer_layout), pack.scheme) for buffer in buffers]
+    times = {rows: _layer_s(pack, streamed, experts, rows) for rows in ROWS}
+    del streamed
+    resident = list(_settled(pack, buffers))
+    return LayerSeconds(times, {rows: _layer_s(pack, resident, experts, rows) for rows in ROWS})
 
 
 def output_seconds(pack: Pack) -> dict[int, float]:
-    """Rows -> seconds for the output matrix."""
+    """Rows -> seconds for the output matrix, and for finding the likeliest token of each row."""
     spec, dtype = pack.spec, pack.scheme.compute_dtype
     weight = torch.ones(spec.vocab_size, spec.hidden_size, dtype=dtype)
     with torch.inference_mode():
         inputs = {rows: torch.ones(rows, spec.hidden_size, dtype=dtype) for rows in OUTPUT_ROWS}
-        return {rows: _typical_s([partial(linear, x, weight)], PRODUCT_S) for rows, x in inputs.items()}
+        works = {rows: partial(_likeliest, x, weight) for rows, x in inputs.items()}
+        return {rows: typical_s([work], PRODUCT_S) for rows, work in works.items()}
+
+
+def _likeliest(hidden: Tensor, weight: Tensor) -> list[int]:
+    return [int(row.numpy().argmax()) for row in linear(hidden, weight).float()]
+
+
+def _settled(pack: Pack, buffers: list[Tensor]) -> Iterator[LayerWeights]:
+    """The layers in the buffers, settled one by one; each buffer is let go, so that there is never twice the memory."""
+    while buffers:
+        stored = bind(buffers.pop(), pack.layer_layout)
+        yield LayerWeights.of(settle(stored, FUSED, pack.scheme), pack.scheme)
 
 
 def _layer_s(pack: Pack, layers: Sequence[LayerWeights], experts: Sequence[Mlp], rows: int) -> float:
@@ -105,7 +130,7 @@ def _layer_s(pack: Pack, layers: Sequence[LayerWeights], experts: Sequence[Mlp],
             mlp_products(next(rotating), its_rows)
 
     with torch.inference_mode():
-        return _typical_s([partial(products, layer) for layer in layers], PRODUCT_S)
+        return typical_s([partial(products, layer) for layer in layers], PRODUCT_S)
 
 
 def _expert_rows(pack: Pack, rows: int) -> list[int]:
@@ -140,7 +165,7 @@ def _open(pack: Pack, layer: int) -> DataFile:
     return DataFile(pack.layer_path(layer), pack.layer_layout, pack.layer_digest(layer), f"layer {layer}")
 
 
-def _typical_s(works: Sequence[Callable[[], object]], limit_s: float) -> float:
+def typical_s(works: Sequence[Callable[[], object]], limit_s: float) -> float:
     """The median time of pieces of work that are done in turn, after one that warms up, for about `limit_s`."""
     works[-1]()
     times: list[float] = []

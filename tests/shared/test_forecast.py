@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,9 +23,16 @@ MACHINE = Machine(disk_bytes_per_s=100.0, memory_bytes_per_s=10_000.0)
 NO_DRAFT = Speculation(length=0, acceptance=0.8, draft=None)
 
 
-def model(layer_s: dict[int, float]) -> ModelSpeed:
+def model(layer_s: dict[int, float], resident_layer_s: dict[int, float] | None = None, **rest: Any) -> ModelSpeed:
     return ModelSpeed(
-        layers=10, layer_bytes=100, layer_parameters=50, output_parameters=20, layer_s=layer_s, output_s={1: 0.1}
+        layers=10,
+        layer_bytes=100,
+        layer_parameters=50,
+        output_parameters=20,
+        streamed_layer_s=layer_s,
+        resident_layer_s=resident_layer_s or layer_s,
+        output_s={1: 0.1},
+        **rest,
     )
 
 
@@ -54,9 +63,25 @@ def test_while_a_draft_is_proposed_reading_fills_the_slots_and_no_more() -> None
 
 
 def test_prompt_tokens_count_once_and_need_no_logits() -> None:
-    forecast = prefill_forecast(plan(1000), model({1: 0.01, 100: 1.0}), MACHINE, batch=2, rows=200)
+    forecast = prefill_forecast(plan(1000), model({1: 0.01, 100: 1.0}), MACHINE, batch=2, prompt_tokens=100)
     assert (forecast.batch, forecast.rows, forecast.tokens) == (2, 200, 200)
     assert forecast.compute_s == pytest.approx(20.0)
+
+
+def test_layers_that_stay_and_layers_that_stream_each_take_their_own_time() -> None:
+    half = plan(700)
+    resident = len(half.residency.resident)
+    assert 0 < resident < 10
+    forecast = decode_forecast(half, model({1: 0.02}, {1: 0.01}), MACHINE, NO_DRAFT, batch=1)
+    assert forecast.compute_s == pytest.approx(resident * 0.01 + (10 - resident) * 0.02 + 0.1)
+
+
+def test_attention_grows_with_the_tokens_of_all_contexts() -> None:
+    speed = model({1: 0.01}, decode_rest_s={1: 0.002}, context_token_s=0.0001)
+    forecasts = [
+        decode_forecast(plan(1000), speed, MACHINE, NO_DRAFT, batch=1, context=context) for context in (0, 100)
+    ]
+    assert [forecast.compute_s for forecast in forecasts] == pytest.approx([10 * 0.012 + 0.1, 10 * 0.022 + 0.1])
 
 
 def test_expected_tokens_reach_from_one_to_the_whole_chain() -> None:
