@@ -79,6 +79,10 @@ class Result:
 def main() -> None:
     """Measures what the command line asks for, and reports it."""
     arguments = _arguments()
+    if arguments.make:
+        arguments.make.mkdir(parents=True)
+        make_pack(arguments.make, arguments)
+        return
     machine = this_machine()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, torch.inference_mode():
         pack = make_pack(Path(folder), arguments)
@@ -318,6 +322,7 @@ def _arguments() -> argparse.Namespace:
     add("--passes", type=int, default=24)
     add("--warm-up", type=int, default=16, help="passes before those that count (%(default)s)")
     add("--folder", type=Path, help="where the model is made (the system's temporary folder)")
+    add("--make", type=Path, metavar="OUT", help="only make the model, as OUT/pack, for other benchmarks")
     add("--json", type=Path, metavar="FILE")
     return parser.parse_args()
 

@@ -12,11 +12,14 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from shared.model.mlp import ACTIVATIONS, ROW_CHUNK, Mlp, row_chunks
+from shared.model.mlp import ACTIVATIONS, ROW_CHUNK, ActivationFunction, Mlp, row_chunks
 from shared.model.spec import Experts, ModelSpec
 from shared.quant.products import linear
 
+ROW_COUNTS = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, ROW_CHUNK)
+"""Rows of dense products with experts are padded to one of these: for each other number, kernels keep half a MiB."""
 HELD_TOKENS = ROW_CHUNK
 """Up to this many tokens, every expert's output is kept until all are there, so that experts may come in any order."""
 
@@ -98,11 +101,11 @@ def _held(
     outputs = x.new_empty(tokens * chosen, spec.hidden_size)
     for expert, mlp in weights.bring(layer, list(groups), in_order=False):
         places = groups[expert]
-        outputs[places] = mlp(x[places // chosen], activation)
+        outputs[places] = _through(mlp, x[places // chosen], activation)
     held = outputs.view(tokens, chosen, -1)
     total = torch.zeros(x.shape, dtype=torch.float32)
     for choice in range(chosen):
-        total += held[:, choice].float() * routing.weights[:, choice, None]
+        total += held[:, choice].float().mul_(routing.weights[:, choice, None])
     return total
 
 
@@ -116,5 +119,13 @@ def _at_once(
     for expert, mlp in weights.bring(layer, list(groups), in_order=True):
         for places in groups[expert].split(ROW_CHUNK):
             tokens = places // chosen
-            total[tokens] += mlp(x[tokens], activation).float() * share[places, None]
+            total.index_add_(0, tokens, _through(mlp, x[tokens], activation).float().mul_(share[places, None]))
     return total
+
+
+def _through(mlp: Mlp, x: Tensor, activation: ActivationFunction) -> Tensor:
+    """An expert's output for some rows, at most `ROW_CHUNK`."""
+    rows = len(x)
+    if mlp.gate_up.scheme.dense:
+        x = functional.pad(x, (0, 0, 0, next(count for count in ROW_COUNTS if count >= rows) - rows))
+    return mlp(x, activation)[:rows]

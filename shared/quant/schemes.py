@@ -47,6 +47,11 @@ class Scheme:
     product: Callable[[Tensor, Mapping[str, Tensor]], Tensor]
     """(x [rows, in] in `compute_dtype`, components) -> x @ weight.T, [rows, out] in `compute_dtype`."""
 
+    @property
+    def dense(self) -> bool:
+        """Weights are not quantized."""
+        return self.product is products.dense
+
 
 def _dense_components(dtype: torch.dtype) -> Callable[[int, int], dict[str, TensorShape]]:
     return lambda rows, columns: {"weight": (dtype, (rows, columns))}

@@ -19,7 +19,7 @@ HALF_LIFE_PASSES = 64
 class ExpertUsage:
     """Shares of passes, and the set that is kept. An expert's key is its number, counted through all layers."""
 
-    def __init__(self, layers: int, per_layer: int, capacity: int) -> None:
+    def __init__(self, layers: int, per_layer: int, capacity: int, half_life_passes: int = HALF_LIFE_PASSES) -> None:
         """Begins with nothing kept.
 
         Args:
@@ -31,7 +31,7 @@ class ExpertUsage:
         self._kept = np.zeros(layers * per_layer, dtype=bool)
         self._per_layer = per_layer
         self._room = capacity
-        self._fading = 0.5 ** (1 / HALF_LIFE_PASSES)
+        self._fading = 0.5 ** (1 / half_life_passes)
 
     def count(self, layer: int, needed: Sequence[int]) -> None:
         """One pass used these experts of a layer."""
