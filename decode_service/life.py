@@ -46,11 +46,13 @@ class Life:
         self._comebacks = asyncio.create_task(self._come_back(sequence))
         return outcome
 
-    async def end(self) -> None:
-        """Once this returns no handoff writes to the sequence's blocks."""
+    def end(self) -> None:
+        """From now on no handoff writes to the sequence's blocks: it would on this loop, and finds itself cancelled.
+
+        Waits for nothing, so that an RPC that is cut off on the way out of the process still gives its blocks back.
+        """
         if self._comebacks:
             self._comebacks.cancel()
-            await asyncio.gather(self._comebacks, return_exceptions=True)
 
     async def _come_back(self, sequence: Sequence) -> None:
         while not sequence.ended:

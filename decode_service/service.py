@@ -40,9 +40,9 @@ log = logging.getLogger("decode_service")
 UNREAD_TOKENS = 256
 """A sequence with more tokens than this waiting for its reader sits passes out."""
 LOCAL_PREFILL_HELP = "prompts computed here; fallback: short ones, and any when no replica answers (%(default)s)"
-PREFIX_CACHE_HELP = "reuse keys and values of prompts and answers that begin alike (%(default)s)"
+SHARE_PREFIXES_HELP = "reuse keys and values of prompts and answers that begin alike (%(default)s)"
 OVERCOMMIT_HELP = (
-    "KV that admitted requests may still grow to, as a multiple of what there is; 1.0 never preempts (%(default)s)"
+    "KV that admitted requests may all grow to, as a multiple of what there is; at 1.0 none runs out (%(default)s)"
 )
 PASS_TOKENS_HELP = "local prompt tokens in a pass (%(default)s)"
 
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--draft", choices=DRAFTS, default="ngram", help="where proposals come from (%(default)s)")
     add("--draft-pack", type=Path, metavar="PACK", help="for the drafts `self` and `model`")
     add("--draft-length", type=positive, metavar="N", help="tokens proposed per pass (what pays, by measurement)")
-    add("--prefix-cache", choices=("on", "off"), default="on", help=PREFIX_CACHE_HELP)
+    add("--share-prefixes", choices=("on", "off"), default="on", help=SHARE_PREFIXES_HELP)
     add("--overcommit", type=_factor, default=OVERCOMMIT, metavar="FACTOR", help=OVERCOMMIT_HELP)
     add("--batch", type=positive, default=DECODE_BATCH, metavar="N", help="sequences that share a pass (%(default)s)")
     return run_service(parser, serve, argv)
@@ -90,7 +90,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         BlockPool(plan.kv_blocks, BLOCK_TOKENS),
         pack.manifest.model_digest,
         overcommit=arguments.overcommit,
-        shares_prefixes=arguments.prefix_cache == "on",
+        shares_prefixes=arguments.share_prefixes == "on",
     )
     scheduler = DecodeScheduler(
         tables,

@@ -90,18 +90,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         try:
             outcome = await life.begin(sequence)
             sequence.prefilled_s = time.monotonic()
-            self._telemetry.add(prompt_tokens=sequence.prompt_tokens, cached_tokens=_cached_tokens(sequence, outcome))
+            self._telemetry.add(prompt_tokens=sequence.prompt_tokens, cached_tokens=sequence.cached_tokens)
             yield sequence, outcome
             outcome_label = "completed"
         except asyncio.CancelledError:
             outcome_label = "cancelled"
             raise
         finally:
-            try:
-                await life.end()
-            finally:
-                self._scheduler.leave(sequence)
-                self._telemetry.record_request(outcome_label)
+            life.end()
+            self._scheduler.leave(sequence)
+            self._telemetry.record_request(outcome_label)
 
     def _header(self, sequence: Sequence) -> decode_pb2.GenerationHeader:
         return decode_pb2.GenerationHeader(

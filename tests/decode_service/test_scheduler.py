@@ -430,6 +430,34 @@ def test_whoever_needs_a_block_and_is_the_lowest_sits_out_and_keeps_what_it_has(
     assert (young.phase, len(young.blocks), young.preemptions) == (Phase.RUNNING, 6, 0)
 
 
+def test_nobody_takes_blocks_from_those_above_it_not_even_when_it_is_its_turn(reader: Reader) -> None:
+    scheduler, old_reader = make_scheduler(overcommit=4.0, batch_limit=1), Reader()
+    old = running_with(scheduler, old_reader, [1] * 22, 20)
+    old.outlet.put(Emission("", [], None), UNREAD_LIMIT + 1)
+    young = running_with(scheduler, reader, [2] * 16, 20)  # fills the pass that a slow reader leaves empty
+    young.tokens += [7] * 8
+    assert grow(scheduler, 0) == [young]
+    old_reader.catch_up()
+    assert grow(scheduler, 0) == [old]
+    young.tokens.append(7)
+    assert grow(scheduler, 0) == [old]
+    assert (old.preemptions, young.preemptions) == (0, 0)
+    old_reader.close()
+
+
+def test_a_handoff_after_a_preemption_brings_everything_that_was_written(reader: Reader) -> None:
+    scheduler = make_scheduler()
+    sequence = running_with(scheduler, reader, [1] * 15, 8)
+    grow(scheduler, 3)
+    urgent = running_with(scheduler, reader, [2] * 30, 8, priority=1)
+    scheduler.next_batch(timeout_s=0)
+    scheduler.leave(urgent)
+    assert (sequence.phase, len(sequence.tokens)) == (Phase.FILLING, 18)
+    scheduler.start(sequence, b"features")
+    assert sequence.kv_length == 18
+    scheduler.check_integrity()
+
+
 def test_room_for_a_draft_is_taken_back_before_anybody_gives_way(reader: Reader) -> None:
     scheduler = make_scheduler(overcommit=4.0, draft_tokens=16)
     first = running_with(scheduler, reader, [1] * 20, 20)

@@ -198,7 +198,9 @@ async def test_totals_tell_what_was_done(pack: Path) -> None:
         answers = [await decode.client.complete(token_ids=[4, 5] * 20, max_tokens=30) for _ in range(2)]
         computed, totals = prefill.telemetry.totals, decode.telemetry.totals
     usages = [dataclasses.asdict(answer.usage) for answer in answers]
-    assert computed.prompt_tokens == totals.prompt_tokens == sum(usage["prompt_tokens"] for usage in usages) == 80
+    assert totals.prompt_tokens == sum(usage["prompt_tokens"] for usage in usages) == 80
+    assert computed.prompt_tokens + computed.cached_tokens == 80
+    assert totals.cached_tokens == computed.cached_tokens == sum(usage["cached_tokens"] for usage in usages) == 32
     assert totals.generated_tokens == sum(usage["completion_tokens"] for usage in usages)
     assert totals.draft_tokens == sum(usage["draft_tokens"] for usage in usages) > 0
     assert totals.accepted_tokens == sum(usage["accepted_tokens"] for usage in usages)
