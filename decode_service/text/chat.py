@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jinja2 import TemplateError
-
 from decode_service.text.conversation import Extras, Message
-from shared.errors import InvalidRequestError, UnsupportedModelError
-from shared.sandbox import template_environment, template_variables
+from shared.errors import InvalidRequestError
+from shared.sandbox import compile_template, render_template, template_variables
 
 ALWAYS_GIVEN = ("messages", "add_generation_prompt")
 
@@ -31,12 +29,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._special_tokens = dict(special_tokens)
         self._reads = template_variables(source) - self._special_tokens.keys() - set(ALWAYS_GIVEN)
-        try:
-            self._template = template_environment().from_string(source)
-        except TemplateError as error:
-            raise UnsupportedModelError(
-                f"the model's chat template is not valid: {error}; pack it with another"
-            ) from None
+        self._template = compile_template(source)
 
     def render(self, messages: Sequence[Message], extras: Extras) -> str:
         """The prompt that makes the model answer as the assistant.
@@ -52,7 +45,8 @@ class ChatTemplate:
             if name not in self._reads:
                 self._refuse(name)
         try:
-            return self._template.render(
+            return render_template(
+                self._template,
                 {
                     **self._special_tokens,
                     "messages": [message.for_template() for message in messages],
@@ -60,9 +54,9 @@ class ChatTemplate:
                     "tools": None,
                     "documents": None,
                     **given,
-                }
+                },
             )
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        except Exception as error:  # it is somebody else's code, and may raise anything
             roles = [message.role[:32] for message in messages[:16]]
             raise InvalidRequestError(
                 f"the model's chat template refuses these {len(messages)} messages: {error}; their roles are {roles}"
