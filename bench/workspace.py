@@ -106,7 +106,7 @@ def measure(path: Path, tokens: int, arguments: argparse.Namespace) -> Case:
     from shared.kv.prompt import PromptKeyValues
     from shared.model.batch import TokenBatch
     from shared.model.model import Model
-    from shared.model.workspace import pass_workspace_bytes
+    from shared.model.workspace import prompt_workspace_bytes
     from shared.pack.reader import Pack
     from shared.streaming.plan import FEWEST_SLOTS, Residency
 
@@ -133,7 +133,7 @@ def measure(path: Path, tokens: int, arguments: argparse.Namespace) -> Case:
         scheme=pack.scheme.name,
         tokens=tokens,
         one_heap=arguments.case == "one",
-        planned_bytes=pass_workspace_bytes(pack.spec, pack.scheme, tokens, tokens),
+        planned_bytes=prompt_workspace_bytes(pack.spec, pack.scheme, tokens, tokens),
         peak_bytes=status_bytes("VmHWM") - before_bytes,
         kept_bytes=status_bytes("VmRSS") - before_bytes,
         processor_s=spent.ru_utime + spent.ru_stime - used.ru_utime - used.ru_stime,

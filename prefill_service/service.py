@@ -57,7 +57,11 @@ async def serve(arguments: argparse.Namespace) -> None:
     settings = PrefillSettings(
         context_length=context_length,
         pass_tokens=arguments.pass_tokens,
-        spool_bytes=spool_bytes(pack, context_length, parse_bytes(arguments.spool) if arguments.spool else None),
+        spool_bytes=spool_bytes(
+            pack,
+            max(context_length, arguments.pass_tokens),
+            parse_bytes(arguments.spool) if arguments.spool else None,
+        ),
         prefix_cache_bytes=parse_bytes(arguments.prefix_cache) if arguments.prefix_cache else None,
     )
     runtime_bytes = measured_runtime_bytes([pack.scheme])

@@ -18,7 +18,7 @@ from shared.limits import (
     most_scored_rows,
 )
 from shared.model.spec import ModelSpec
-from shared.model.workspace import WIDE, logits_workspace_bytes, pass_workspace_bytes
+from shared.model.workspace import WIDE, logits_workspace_bytes, pass_workspace_bytes, prompt_workspace_bytes
 from shared.pack.reader import Pack
 from shared.streaming.plan import Demand
 
@@ -73,19 +73,19 @@ class DecodeSettings:
         return self.prompt_tokens or RECOMPUTE_TOKENS
 
 
-def spool_bytes(pack: Pack, context_length: int, asked_bytes: int | None = None) -> int:
-    """What may wait for slow callers: what was asked for, or enough for one layer of the longest prompt.
+def spool_bytes(pack: Pack, pass_tokens: int, asked_bytes: int | None = None) -> int:
+    """What may wait for slow callers: what was asked for, or enough for one layer of the largest pass.
 
     Raises:
-        ConfigurationError: less was asked for; the longest prompts could never be answered.
+        ConfigurationError: less was asked for; even callers that read at once could lose their answers.
     """
-    layer_bytes = 2 * pack.spec.kv_size * pack.scheme.compute_dtype.itemsize * context_length
+    layer_bytes = 2 * pack.spec.kv_size * pack.scheme.compute_dtype.itemsize * pass_tokens
     if asked_bytes is None:
         return max(LEAST_SPOOL_BYTES, layer_bytes)
     if asked_bytes < layer_bytes:
         raise ConfigurationError(
-            f"a spool of {asked_bytes:,} bytes cannot hold one layer of a prompt of {context_length} tokens; give at "
-            f"least --spool {layer_bytes}, or a smaller --context-length"
+            f"a spool of {asked_bytes:,} bytes cannot hold one layer of a pass of {pass_tokens} tokens; give at least "
+            f"--spool {layer_bytes}, or a smaller --context-length and --pass-tokens"
         )
     return asked_bytes
 
@@ -113,7 +113,7 @@ def prefill_demand(pack: Pack, settings: PrefillSettings, runtime_bytes: int) ->
         runtime_bytes=runtime_bytes,
         outer_bytes=pack.outer_bytes,
         workspace_bytes=max(
-            pass_workspace_bytes(pack.spec, pack.scheme, tokens, settings.context_length),
+            prompt_workspace_bytes(pack.spec, pack.scheme, tokens, settings.context_length),
             _scores_bytes(pack, tokens),
         ),
         transfer_bytes=settings.spool_bytes,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from shared.model.attention import QUERY_CHUNK
+from shared.model.attention import ALIGNED_CHUNK, LONG_CONTEXT, PART_TOKENS, QUERY_CHUNK
 from shared.model.experts import HELD_TOKENS
 from shared.model.mlp import ROW_CHUNK
 from shared.model.spec import ModelSpec
@@ -35,7 +35,47 @@ def pass_workspace_bytes(spec: ModelSpec, scheme: Scheme, tokens: int, longest: 
     in_turn = max(tokens * 2 * spec.query_size * narrow, _mixture_bytes(spec, narrow, tokens))
     kept = tokens * per_token * narrow + in_turn + min(tokens, longest) * spec.query_size * narrow
     rotation = tokens * spec.head_dim * 3 * WIDE
-    chunk = max(
+    chunk = _chunk_bytes(spec, scheme, rows)
+    queries = min(tokens, QUERY_CHUNK)
+    pairs = queries * longest
+    mask = pairs * (spec.heads // spec.kv_heads + 1) * (1 + narrow) + 4 * queries * spec.query_size * narrow
+    # capped scores of all heads: as computed, wide, and their softmax
+    scores = pairs * spec.heads * (2 * WIDE + 2 * narrow) if spec.attention_soft_cap else 0
+    return kept + min(kept // 4, MOST_KEPT_GAPS_BYTES) + int(GAPS * max(rotation, chunk, mask + scores))
+
+
+def prompt_workspace_bytes(spec: ModelSpec, scheme: Scheme, tokens: int, longest: int) -> int:
+    """Most bytes that a pass of prompts takes at one time where they attend in parts (`shared.kv.prompt`).
+
+    Args:
+        tokens: tokens in the pass.
+        longest: length of the longest prompt.
+    """
+    narrow, part = scheme.compute_dtype.itemsize, min(tokens, PART_TOKENS)
+    # features, and keys and values twice: those of prompts that begin in a cache are put together
+    kept = tokens * (spec.hidden_size + 4 * spec.kv_size) * narrow
+    of_part = part * (2 * spec.query_size + 2 * spec.kv_size + 2 * spec.head_dim * len(set(spec.ropes))) * narrow
+    kept += max(of_part, _mixture_bytes(spec, narrow, tokens))
+    rotation = part * spec.head_dim * 3 * WIDE
+    working = max(
+        rotation, _chunk_bytes(spec, scheme, min(tokens, ROW_CHUNK)), _aligned_mask_bytes(spec, narrow, longest)
+    )
+    return kept + min(kept // 4, MOST_KEPT_GAPS_BYTES) + int(GAPS * working)
+
+
+def _aligned_mask_bytes(spec: ModelSpec, narrow: int, longest: int) -> int:
+    """What one call of `aligned_attention` takes: which keys are seen, its mask, as it is and wide, and its queries."""
+    group, short = spec.heads // spec.kv_heads, min(longest, LONG_CONTEXT)
+    pairs = ALIGNED_CHUNK * max(short * group, longest)  # of queries that share a head's keys, and keys
+    mask = ALIGNED_CHUNK * longest * (2 + narrow) + pairs * (narrow + WIDE)
+    # capped scores of those heads: as computed, wide, and their softmax
+    scores = pairs * spec.kv_heads * (2 * WIDE + 2 * narrow) if spec.attention_soft_cap else 0
+    return mask + scores + 4 * ALIGNED_CHUNK * spec.query_size * narrow
+
+
+def _chunk_bytes(spec: ModelSpec, scheme: Scheme, rows: int) -> int:
+    """What the widest product of some rows takes."""
+    return max(
         _product_bytes(scheme, rows, columns, out) + rows * columns * 2 * WIDE
         for out, columns in (
             (spec.query_size + 2 * spec.kv_size, spec.hidden_size),
@@ -44,12 +84,6 @@ def pass_workspace_bytes(spec: ModelSpec, scheme: Scheme, tokens: int, longest: 
             (spec.hidden_size, spec.intermediate_size),
         )
     )
-    queries = min(tokens, QUERY_CHUNK)
-    pairs = queries * longest
-    mask = pairs * (spec.heads // spec.kv_heads + 1) * (1 + narrow) + 4 * queries * spec.query_size * narrow
-    # capped scores of all heads: as computed, wide, and their softmax
-    scores = pairs * spec.heads * (2 * WIDE + 2 * narrow) if spec.attention_soft_cap else 0
-    return kept + min(kept // 4, MOST_KEPT_GAPS_BYTES) + int(GAPS * max(rotation, chunk, mask + scores))
 
 
 def _mixture_bytes(spec: ModelSpec, narrow: int, tokens: int) -> int:

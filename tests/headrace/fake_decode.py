@@ -94,6 +94,20 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, status_pb2_grpc.StatusSe
             answer.result.MergeFrom(event.result)
         return answer
 
+    async def ScorePrompt(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
+        response = decode_pb2.ScorePromptResponse
+        yield response(
+            header=logprobs_pb2.ScoreHeader(
+                request_id=request.request_id or "made-up", model_digest=DIGEST, prompt_tokens=3, first_token_id=7
+            )
+        )
+        top = [logprobs_pb2.TopLogprob(token_id=9, logprob=-0.25)] * request.top_logprobs
+        place = logprobs_pb2.TokenLogprobs(logprob=-0.5, top=top)
+        yield response(chunk=logprobs_pb2.ScoreChunk(first_token=1, token_ids=[8, 9], logprobs=[place] * 2))
+        yield response(result=logprobs_pb2.ScoreResult(queue_ms=1, compute_ms=2, batch_prompts=1, batch_tokens=3))
+
     async def GetStatus(self, request: Any, context: Any) -> Any:
         answered = len(self.requests)
         self.metadata.append(dict(context.invocation_metadata()))

@@ -28,7 +28,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 COMMANDS = [shlex.split(line)[1:] for block in blocks(CLI, "sh") for line in block.splitlines()]
-OWN_SECTION = ("serve", "generate", "batch", "doctor")
+OWN_SECTION = ("serve", "generate", "batch", "score", "doctor")
 """Commands that the page describes itself; others have pages of their own."""
 
 
@@ -70,7 +70,8 @@ async def test_commands_that_call_services_do_what_they_say(arguments: list[str]
         process = await asyncio.create_subprocess_exec(*program, stdin=PIPE, stdout=PIPE, stderr=PIPE, cwd=tmp_path)
         stdout, stderr = await process.communicate(b"What is a headrace?\n")
     assert process.returncode == 0, stderr
-    assert "A channel that leads water to a mill." in stdout.decode() + written(tmp_path)
+    told = "perplexity" if arguments[0] == "score" else "A channel that leads water to a mill."
+    assert told in stdout.decode() + written(tmp_path)
 
 
 def written(folder: Path) -> str:
