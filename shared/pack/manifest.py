@@ -63,7 +63,7 @@ def manifest_from_json(text: str) -> Manifest:
     """
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"the manifest is no JSON ({error}); pack the model again") from None
     _require(isinstance(value, dict), "it is no object")
     version = value.get("format_version")

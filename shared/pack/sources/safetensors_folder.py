@@ -109,8 +109,9 @@ def _indexed_files(folder: Path) -> dict[str, Path]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise UnsupportedModelError(f"{INDEX_FILE} has no weight_map; the checkpoint is incomplete")
     names_in: dict[str, set[str]] = {}
+    present = {path.name for path in folder.iterdir() if path.is_file()}
     for shard in sorted({str(shard) for shard in weight_map.values()}):
-        if Path(shard).name != shard or not _has(folder, shard):
+        if shard not in present:
             raise UnsupportedModelError(f"{INDEX_FILE} names {shard!r}, which is no file of the folder")
         names_in[shard] = set(_tensor_names(folder / shard))
     for tensor, shard in weight_map.items():
@@ -208,7 +209,7 @@ def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UnsupportedModelError(f"{path.name} is no JSON: {error}") from None
     if not isinstance(value, dict):
         raise UnsupportedModelError(f"{path.name} holds no JSON object")
