@@ -57,7 +57,7 @@ class PrefillEngine(Engine[PromptJob]):
         self._telemetry = telemetry
         self._cache = cache or PromptCache(BlockPool(0), "")
         blocks = self._cache.block_count
-        self._pool = PagedKeyValues(model.spec, model.dtype, blocks) if blocks else None
+        self._pool = PagedKeyValues(model.spec, model.dtype, blocks, model.device) if blocks else None
 
     def _next_batch(self, timeout_s: float | None) -> list[PromptJob] | None:
         return self._scheduler.next_batch(timeout_s, self._cache.known_tokens)

@@ -55,6 +55,7 @@ class Engine(ABC, Generic[Job]):
                         log.exception("a pass failed")
                     self._fail(batch, error)
                 finally:
+                    self._model.finish()  # before anybody else is given memory of the batch
                     self._let_go(batch)
 
     @abstractmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -18,9 +19,14 @@ def byte_view(tensor: Tensor) -> memoryview:
     return memoryview(tensor.numpy().data)
 
 
+def on_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Tensors on a device: those themselves that are there."""
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
 def to_bytes(tensor: Tensor) -> bytes:
-    """The elements in row-major order, little-endian."""
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    """The elements in row-major order, little-endian, from any device."""
+    return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def from_bytes(data: bytes, dtype: torch.dtype) -> Tensor:

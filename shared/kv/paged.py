@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shared.device import CPU, beside_arithmetic
 from shared.model.attention import additive_mask, causal_attention, first_seen, grouped_attention, visible
 from shared.model.batch import Segment
 from shared.model.spec import AttentionRule, ModelSpec
-from shared.tensors import aligned_buffer
+from shared.tensors import aligned_buffer, from_bytes
 
 BLOCK_TOKENS = 16
 SHORT_SEGMENT = 32
@@ -26,11 +27,13 @@ MOST_PADDING = 2.0
 class PagedKeyValues:
     """Keys and values of all layers in fixed-size blocks of 16 tokens."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, block_count: int) -> None:
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, block_count: int, device: torch.device = CPU) -> None:
+        self.device = device
         self.heads_per_kv = spec.heads // spec.kv_heads
         shape = (spec.layers, block_count * BLOCK_TOKENS, spec.kv_heads, spec.head_dim)
-        self.keys, self.values = (_finite_memory(shape, dtype) for _ in range(2))
-        self._key_bytes, self._value_bytes = (_as_bytes(tensor) for tensor in (self.keys, self.values))
+        self.keys, self.values = (_finite_memory(shape, dtype, device) for _ in range(2))
+        if device == CPU:
+            self._key_bytes, self._value_bytes = (_as_bytes(tensor) for tensor in (self.keys, self.values))
 
     @staticmethod
     def block_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -40,12 +43,22 @@ class PagedKeyValues:
     def write(self, table: Sequence[int], layer: int, first_token: int, keys: bytes, values: bytes) -> None:
         """Stores received keys and values, [tokens, kv_heads, head_dim] each as little-endian bytes.
 
-        Plain numpy on the calling thread: safe while the engine computes, since a table's blocks have one owner.
+        Plain numpy on the calling thread: safe while the engine computes, since a table's blocks have one owner. On a
+        device it is beside the arithmetic, for the same reason.
         """
+        if self.device != CPU:
+            return self._write_to_device(table, layer, first_token, keys, values)
         per_token = self._key_bytes.shape[-1]
         slots = token_slots(table, first_token, len(keys) // per_token)
         self._key_bytes[layer, slots] = np.frombuffer(keys, np.uint8).reshape(-1, per_token)
         self._value_bytes[layer, slots] = np.frombuffer(values, np.uint8).reshape(-1, per_token)
+
+    def _write_to_device(self, table: Sequence[int], layer: int, first_token: int, keys: bytes, values: bytes) -> None:
+        with torch.inference_mode(), beside_arithmetic(self.device):
+            for stored, written in ((self.keys[layer], keys), (self.values[layer], values)):
+                tokens = from_bytes(written, stored.dtype).view(-1, *stored.shape[1:])
+                slots = torch.from_numpy(token_slots(table, first_token, len(tokens)))
+                stored.index_copy_(0, slots.to(self.device), tokens.to(self.device))
 
     def for_pass(self, segments: Sequence[Segment], tables: Sequence[Sequence[int]]) -> PagedPass:
         """The view of one pass: each segment's sequence stores and reads through its own block table."""
@@ -58,15 +71,15 @@ class PagedPass:
     def __init__(self, pool: PagedKeyValues, segments: Sequence[Segment], tables: Sequence[Sequence[int]]) -> None:
         self._pool = pool
         written = [token_slots(table, s.context, s.count) for s, table in zip(segments, tables, strict=True)]
-        self._written = torch.from_numpy(np.concatenate(written))
+        self._written = torch.from_numpy(np.concatenate(written)).to(pool.device)
         pairs = list(zip(segments, tables, strict=True))
         self._long = [
-            (segment, torch.from_numpy(token_slots(table, 0, segment.total)))
+            (segment, torch.from_numpy(token_slots(table, 0, segment.total)).to(pool.device))
             for segment, table in pairs
             if segment.count > SHORT_SEGMENT
         ]
         short = [(segment, table) for segment, table in pairs if segment.count <= SHORT_SEGMENT]
-        self._groups = [_Group(group, pool.heads_per_kv) for group in _similar_lengths(short)]
+        self._groups = [_Group(group, pool.heads_per_kv, pool.device) for group in _similar_lengths(short)]
 
     def parts(self, tokens: int) -> Sequence[slice]:
         """All tokens at once. See `shared.model.layers.KeyValues`."""
@@ -99,7 +112,9 @@ class _Group:
     another order, do not occur, so that a result hardly ever depends on chain lengths and neighbours.
     """
 
-    def __init__(self, pairs: Sequence[tuple[Segment, Sequence[int]]], heads_per_kv: int) -> None:
+    def __init__(
+        self, pairs: Sequence[tuple[Segment, Sequence[int]]], heads_per_kv: int, device: torch.device = CPU
+    ) -> None:
         new = max(segment.count for segment, _ in pairs)
         new += -new % (QUERY_ROWS // math.gcd(QUERY_ROWS, heads_per_kv))
         starts, counts, contexts = (
@@ -110,10 +125,13 @@ class _Group:
         offsets = torch.minimum(torch.arange(new)[None], counts - 1)
         self._pairs = pairs
         self._heads_per_kv = heads_per_kv
-        self._rows = starts + offsets
+        self._device = device
+        rows = starts + offsets
+        real = (torch.arange(new)[None] < counts).flatten().nonzero().flatten()
         self._positions = contexts + offsets
-        self._real = (torch.arange(new)[None] < counts).flatten().nonzero().flatten()
-        self._real_rows = self._rows.flatten()[self._real]
+        self._rows, self._real, self._real_rows = (
+            addresses.to(device) for addresses in (rows, real, rows.flatten()[real])
+        )
         self._seen: dict[AttentionRule, tuple[Tensor, Tensor]] = {}
 
     def attend(
@@ -138,7 +156,8 @@ class _Group:
             row[own:] = row[0]  # padding repeats a block of its own: masked, but it must be finite
         key_positions = torch.tensor(firsts)[:, None, None] * BLOCK_TOKENS + torch.arange(max(owns) * BLOCK_TOKENS)
         seen = visible(rule, self._positions[:, :, None], key_positions)
-        return torch.from_numpy(tables).flatten(), additive_mask(seen, self._heads_per_kv, dtype)
+        blocks = torch.from_numpy(tables).flatten().to(self._device)
+        return blocks, additive_mask(seen.to(self._device), self._heads_per_kv, dtype)
 
     def _gather(self, layer: Tensor, blocks: Tensor) -> Tensor:
         """[sequences, padded tokens, kv_heads, head_dim]."""
@@ -168,8 +187,10 @@ def _similar_lengths(
         yield part
 
 
-def _finite_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _finite_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros, whose pages count once they are touched: what is masked is multiplied by 0, and 0 × NaN is NaN."""
+    if device != CPU:
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
     return aligned_buffer(math.prod(shape) * dtype.itemsize).view(dtype).view(*shape)
 
 

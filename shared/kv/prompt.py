@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from shared.device import CPU
 from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues, token_slots
 from shared.model.attention import ALIGNED_CHUNK, PART_TOKENS, aligned_attention
 from shared.model.batch import Segment
@@ -50,7 +51,8 @@ class PromptKeyValues:
         self._pool = pool
         self._part_tokens = part_tokens
         tables = [()] * len(segments) if tables is None else tables
-        self._prompts = {s: _addresses(s, table) for s, table in zip(segments, tables, strict=True)}
+        device = CPU if pool is None else pool.device
+        self._prompts = {s: _addresses(s, table, device) for s, table in zip(segments, tables, strict=True)}
         self.clear()
 
     def parts(self, tokens: int) -> Sequence[slice]:
@@ -142,10 +144,10 @@ def _overlap(segment: Segment, part: slice) -> slice | None:
     return slice(start - segment.start, stop - segment.start) if start < stop else None
 
 
-def _addresses(segment: Segment, table: Sequence[int]) -> _Prompt:
+def _addresses(segment: Segment, table: Sequence[int], device: torch.device) -> _Prompt:
     in_blocks = max(0, min(len(table) * BLOCK_TOKENS, segment.total) - segment.context)
     read, written = token_slots(table, 0, segment.context), token_slots(table, segment.context, in_blocks)
-    return _Prompt(segment, torch.from_numpy(read), torch.from_numpy(written))
+    return _Prompt(segment, torch.from_numpy(read).to(device), torch.from_numpy(written).to(device))
 
 
 def _joined(stored: Tensor | None, read: Tensor, new: Tensor, filling: int) -> Tensor:

@@ -60,7 +60,7 @@ def causal_attention(rule: AttentionRule, queries: Tensor, keys: Tensor, values:
     for start in range(0, len(queries), QUERY_CHUNK):
         chunk = queries[start : start + QUERY_CHUNK]
         seen = slice(first_seen(rule, context + start), context + start + len(chunk))
-        seen_by = visible(rule, torch.arange(context + start, seen.stop)[:, None], torch.arange(seen.start, seen.stop))
+        seen_by = visible_in(rule, slice(context + start, seen.stop), seen, queries.device)
         mask = None if len(chunk) == 1 else additive_mask(seen_by[None], chunk.shape[1] // keys.shape[1], chunk.dtype)
         attended[start : start + len(chunk)] = grouped_attention(
             rule, chunk[None], keys[None, seen], values[None, seen], mask
@@ -93,7 +93,7 @@ def aligned_attention(
             else queries[new]
         )
         seen = slice(first_seen(rule, first), last)
-        seen_by = visible(rule, torch.arange(first, last)[:, None], torch.arange(seen.start, last))
+        seen_by = visible_in(rule, slice(first, last), seen, queries.device)
         group = chunk.shape[1] // keys.shape[1]
         # Where many keys are seen, the query heads of a group take turns: together their mask would be large.
         turns = group if last - seen.start > LONG_CONTEXT else 1
@@ -113,7 +113,7 @@ def additive_mask(visible: Tensor, heads_per_kv: int, dtype: torch.dtype) -> Ten
     Returns:
         [sequences, 1, heads_per_kv × new, context]: every query head of a group sees the same.
     """
-    mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
     return mask[:, None].repeat(1, 1, heads_per_kv, 1)
 
 
@@ -126,6 +126,14 @@ def visible(rule: AttentionRule, query_positions: Tensor, key_positions: Tensor)
     """Which queries see which keys: bool, of the shape that the two broadcast to."""
     seen = key_positions <= query_positions
     return seen if rule.window is None else seen & (key_positions > query_positions - rule.window)
+
+
+def visible_in(rule: AttentionRule, queries: slice, keys: slice, device: torch.device) -> Tensor:
+    """The same for ranges of positions: bool [queries, keys]."""
+    query_positions, key_positions = (
+        torch.arange(positions.start, positions.stop, device=device) for positions in (queries, keys)
+    )
+    return visible(rule, query_positions[:, None], key_positions)
 
 
 def _capped_attention(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from shared.device import CPU
 from shared.health import EngineHealth
 from shared.model.attention import PART_TOKENS
 from shared.model.batch import TokenBatch
@@ -16,8 +17,10 @@ from shared.model.rotary import RotationOfRows, RotationOnDemand, rotation
 from shared.model.spec import Rope
 from shared.pack.reader import Pack
 from shared.quant.products import linear
+from shared.streaming.copies import Copies
 from shared.streaming.plan import Residency
 from shared.streaming.stream import LayerStream
+from shared.tensors import on_device
 
 
 class Model:
@@ -30,19 +33,24 @@ class Model:
         outer: Mapping[str, Tensor] | None = None,
         *,
         verify_always: bool = False,
+        copies: Copies | None = None,
     ) -> None:
         """Loads outer weights and resident layers, and starts reading the others.
 
         Args:
             outer: the outer weights, where another model has loaded the same ones.
             verify_always: compare a streamed layer's digest whenever it is read.
+            copies: what brings layers to the device that computes; None where it is the CPU.
 
         Raises:
             DataLossError, UnavailableError: the pack cannot be read as it was written.
+            UnsupportedModelError: the model cannot be on that device.
         """
         self.spec = pack.spec
         self.dtype = pack.scheme.compute_dtype
-        self.outer = pack.read_outer() if outer is None else outer
+        self.device = copies.device if copies else CPU
+        """Where the model computes."""
+        self.outer = on_device(pack.read_outer(), self.device) if outer is None else outer
         self._final_norm = self.outer["final_norm.weight"]
         self._output = self.outer["embedding.weight" if pack.spec.tied_embeddings else "output.weight"]
         self._embedding_file = (
@@ -50,7 +58,8 @@ class Model:
             if pack.spec.tied_embeddings
             else EmbeddingFile(pack.outer_path, pack.outer_layout.data_start, pack.embedding)
         )
-        self._stream = LayerStream(pack, residency, verify_always=verify_always)
+        self._copies = copies
+        self._stream = LayerStream(pack, residency, verify_always=verify_always, copies=copies)
         self.experts = self._stream.experts
         """Where the layers' experts come from, in a model that has some."""
         self.health = EngineHealth()
@@ -92,18 +101,32 @@ class Model:
         return current.hidden
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Rows of the embedding, [tokens, hidden_size]."""
-        rows = self._embedding_file.rows(token_ids) if self._embedding_file else self._output[token_ids]
+        """Rows of the embedding, [tokens, hidden_size].
+
+        Args:
+            token_ids: int64 [tokens], in the host's memory.
+        """
+        rows = (
+            self._embedding_file.rows(token_ids).to(self.device)
+            if self._embedding_file
+            else self._output[token_ids.to(self.device)]
+        )
         scale = self.spec.multipliers.embedding
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=self.dtype)  # rounded, as it was in training
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and output matrix: [rows, hidden_size] -> float32 [rows, vocab_size]."""
+        """Final norm and output matrix: [rows, hidden_size] -> float32 [rows, vocab_size], in the host's memory."""
+        hidden = hidden.to(self.device)
         logits = linear(norm(self.spec, hidden, self._final_norm), self._output).float()
         if self.spec.multipliers.logits != 1.0:
             logits.mul_(self.spec.multipliers.logits)
         cap = self.spec.logit_soft_cap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        return (logits if cap is None else logits.div_(cap).tanh_().mul_(cap)).cpu()
+
+    def finish(self) -> None:
+        """Returns when everything is computed that was asked for. A CPU is done when asking for it returns."""
+        if self._copies:
+            self._copies.record().wait()
 
     def close(self) -> None:
         """Stops reading ahead."""
@@ -138,7 +161,8 @@ class Pass:
     def _rotate(self) -> dict[Rope | None, RotationOfRows]:
         """Tables for all layers, unless there are so many tokens that these would be large."""
         kind = rotation if len(self.hidden) <= PART_TOKENS else RotationOnDemand
-        return {rope: kind(rope, self.batch.positions, self._dtype) for rope in set(self._spec.ropes)}
+        positions = self.batch.positions.to(self.hidden.device)
+        return {rope: kind(rope, positions, self._dtype) for rope in set(self._spec.ropes)}
 
     @property
     def last_hidden(self) -> Tensor:

@@ -58,12 +58,12 @@ def rotation(rope: Rope | None, positions: Tensor, dtype: torch.dtype) -> Rotati
     Angles are computed in float32.
     """
     if rope is None:
-        nothing = torch.empty(len(positions), 1, 0, dtype=dtype)
+        nothing = torch.empty(len(positions), 1, 0, dtype=dtype, device=positions.device)
         return Rotation(nothing, nothing)
     exponents = torch.arange(0, rope.dimensions, 2, dtype=torch.float32) / rope.dimensions
     frequencies = 1.0 / rope.theta**exponents
     if rope.divisors:
         frequencies = frequencies / torch.tensor(rope.divisors, dtype=torch.float32)
-    angles = positions.float()[:, None] * frequencies
+    angles = positions.float()[:, None] * frequencies.to(positions.device)
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]
     return Rotation((angles.cos() * rope.amplitude).to(dtype), (angles.sin() * rope.amplitude).to(dtype))

@@ -62,7 +62,7 @@ def int8(x: Tensor, weight: Mapping[str, Tensor]) -> Tensor:
     fine = x.float().mul_(127.0 * FINE_STEPS / row_max).round_()
     coarse = (fine * (1 / FINE_STEPS)).round_()
     fine.sub_(coarse * FINE_STEPS)
-    codes = torch.empty(2 * rows, x.shape[1], dtype=torch.int8)
+    codes = torch.empty(2 * rows, x.shape[1], dtype=torch.int8, device=x.device)
     codes[:rows], codes[rows:] = coarse, fine
     packed = weight.get(PACKED)
     sums = integer_product(codes, weight["weight"]) if packed is None else packed_integer_product(codes, packed)
@@ -73,9 +73,35 @@ def int8(x: Tensor, weight: Mapping[str, Tensor]) -> Tensor:
 
 def integer_product(codes: Tensor, weight: Tensor) -> Tensor:
     """int8 [rows, in] @ int8 [out, in].T as int32 [rows, out]; two rows go one by one, where the kernel is fastest."""
+    if not codes.is_cpu:
+        return device_integer_product(codes, weight)
     if len(codes) == 2:
         return torch.cat([torch._int_mm(row[None], weight.t()) for row in codes])
     return torch._int_mm(codes, weight.t())
+
+
+DEVICE_ROWS_MULTIPLE = 32
+"""CUDA's integer product takes more than 16 rows, in whole groups of them."""
+DEVICE_COLUMNS_MULTIPLE = 8
+"""And both dimensions of the weight in multiples of this."""
+EXACT_COLUMNS = 1024
+"""Sums over so many products of int8 codes, at most 127 × 127 each, are exact in float32: below 2^24."""
+
+
+def device_integer_product(codes: Tensor, weight: Tensor) -> Tensor:
+    """`integer_product` on a device other than the CPU: the same sums.
+
+    Where the integer product does not take the weight's shape, exact sums in float32 are added up as integers.
+    """
+    if weight.shape[0] % DEVICE_COLUMNS_MULTIPLE == weight.shape[1] % DEVICE_COLUMNS_MULTIPLE == 0:
+        missing = -len(codes) % DEVICE_ROWS_MULTIPLE
+        padded = functional.pad(codes, (0, 0, 0, missing)) if missing else codes
+        return torch._int_mm(padded, weight.t())[: len(codes)]
+    sums = torch.zeros(len(codes), len(weight), dtype=torch.int32, device=codes.device)
+    for start in range(0, codes.shape[1], EXACT_COLUMNS):
+        part = slice(start, start + EXACT_COLUMNS)
+        sums += (codes[:, part].float() @ weight[:, part].t().float()).to(torch.int32)
+    return sums
 
 
 UNSIGNED_ZERO = 128
@@ -98,6 +124,9 @@ def _no_scale() -> tuple[Tensor, Tensor]:
     return torch.ones(1), torch.zeros(1, dtype=torch.int32)
 
 
+BY_ROWS, SCALES_BY_ROWS = "rows", "rows.absmax"
+"""The components of an nf4 weight in the order that devices take (`shared.quant.arranged`), not the CPU's kernel: codes
+uint8 [out, in/2], two columns of a row in a byte, the first in its high half; scales bf16 [out, in/64]."""
 NF4_ROW_GROUP = 32
 """Output rows that lie interleaved, so that one load brings the same two columns of all of them."""
 
@@ -107,7 +136,11 @@ def nf4(x: Tensor, weight: Mapping[str, Tensor]) -> Tensor:
 
     The kernel is used for any number of rows, though above about 500 dequantizing first would be somewhat faster: it
     rounds in another order, and a row must not depend on how many there are.
+
+    A weight that is arranged by rows is always dequantized first.
     """
+    if BY_ROWS in weight:
+        return linear(x, _dequantized(weight[BY_ROWS], weight[SCALES_BY_ROWS], x.dtype))
     if not len(x) or not _has_nf4_kernel():  # the kernel ends the process when there are no rows
         return linear(x, nf4_dequantize(weight, x.dtype))
     codes, scales = weight["weight"], weight["weight.absmax"]
@@ -118,11 +151,15 @@ def nf4(x: Tensor, weight: Mapping[str, Tensor]) -> Tensor:
 
 def nf4_dequantize(weight: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """The matrix [out, in] that an nf4 weight stands for: code value × block scale, rounded once to dtype."""
+    return _dequantized(nf4_separate(weight["weight"]), weight["weight.absmax"].t(), dtype)
+
+
+def _dequantized(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same from codes and scales by rows."""
     load_bitsandbytes()
-    codes, scales = nf4_separate(weight["weight"]), weight["weight.absmax"]
-    shape = (codes.shape[0], codes.shape[1] * 2)
-    absmax = scales.t().float().flatten()
-    matrix: Tensor = torch.ops.bitsandbytes.dequantize_4bit(codes, absmax, shape[1] // len(scales), "nf4", shape, dtype)
+    shape, absmax = (codes.shape[0], codes.shape[1] * 2), scales.float().flatten()
+    block = shape[1] // scales.shape[1]
+    matrix: Tensor = torch.ops.bitsandbytes.dequantize_4bit(codes, absmax, block, "nf4", shape, dtype)
     return matrix
 
 

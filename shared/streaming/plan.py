@@ -21,6 +21,10 @@ class Residency:
     slots: int
     expert_slots: int | None = None
     """Buffers of one expert each, of which most keep a hot expert; None: as many as there are experts."""
+    device_slots: int = 0
+    """On a device: how many slots layers that do not stay there go through (`shared.streaming.device_ring`)."""
+    host: frozenset[int] = frozenset()
+    """On a device: which of those stay in host memory; the others are read into `slots`, which lie there too."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,6 +80,10 @@ class Ring:
         self.bytes_read += coming.load.ready.result()
         return coming.slot
 
+    def arrives(self) -> bool:
+        """Waits until reading the next layer ahead has ended, and tells whether it went well."""
+        return self._ahead[0].load.ready.exception() is None
+
     def give_back(self, slot: Slot) -> None:
         """Declares a taken slot free; reading into it starts at once."""
         self._taken = [coming for coming in self._taken if coming.slot is not slot]

@@ -1,4 +1,7 @@
-"""The layers of a pack in order, again and again: some resident for good, the others streamed."""
+"""The layers of a pack in order, again and again: some resident for good, the others streamed.
+
+On a device other than the CPU there are two rings, one behind the other (`shared.streaming.tiers`).
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,19 @@ from contextlib import ExitStack
 
 from torch import Tensor
 
+from shared.errors import UnsupportedModelError
 from shared.model.layers import LayerWeights
 from shared.pack.format import FUSED, bind
 from shared.pack.reader import Pack
 from shared.quant.packed import settle
+from shared.streaming.copies import Copies
+from shared.streaming.device_ring import DeviceRing
 from shared.streaming.experts import ExpertStream
 from shared.streaming.files import DataFile
 from shared.streaming.loader import READERS
 from shared.streaming.plan import Residency
 from shared.streaming.ring import Ring, Slot
+from shared.streaming.tiers import device_ring, device_slots, settle_on
 from shared.tensors import aligned_buffer, byte_view
 
 
@@ -23,20 +30,34 @@ class LayerStream:
     """Walks a pack's layers. One walk at a time, from one thread."""
 
     def __init__(
-        self, pack: Pack, residency: Residency, readers: int = READERS, *, verify_always: bool = False
+        self,
+        pack: Pack,
+        residency: Residency,
+        readers: int = READERS,
+        *,
+        verify_always: bool = False,
+        copies: Copies | None = None,
     ) -> None:
         """Loads and verifies what is resident, and starts reading the first streamed layers.
 
         Args:
             verify_always: compare a streamed layer's digest whenever it is read, not only when it is new or changed.
+            copies: what brings layers to the device that computes; None where it is the CPU.
 
         Raises:
             DataLossError, UnavailableError: a layer cannot be read as it was packed.
+            UnsupportedModelError: the model has experts, and they are to be on a device.
         """
+        if copies and pack.spec.experts:
+            raise UnsupportedModelError(f"experts run on the CPU only, not on {copies.device}; leave --device out")
         self._pack = pack
         self._layers = pack.spec.layers
+        self._copies = copies
         self._resident = self._load_all(sorted(residency.resident))
-        files = self._open(layer for layer in range(self._layers) if layer not in residency.resident)
+        streamed = [layer for layer in range(self._layers) if layer not in residency.resident]
+        kept = self._keep_all(sorted(residency.host))
+        on_device = device_slots(pack, residency, copies) if copies else {}
+        files = self._open(layer for layer in streamed if layer not in kept)
         slots = [self._slot() for _ in range(residency.slots)]
         self.experts: ExpertStream | None = None
         """Where the layers' experts come from, in a model that has some."""
@@ -46,7 +67,9 @@ class LayerStream:
             if pack.spec.experts:
                 self.experts = ExpertStream(pack, residency.expert_slots, readers, verify_always=verify_always)
             opened.pop_all()
-        self._ring = Ring(files, slots, readers, verify_always) if files else None
+        self._ring: Ring | DeviceRing | None = Ring(files, slots, readers, verify_always) if files else None
+        if copies and streamed:
+            self._ring = device_ring(streamed, kept, self._ring, on_device, copies)
 
     @property
     def streamed_bytes(self) -> int:
@@ -94,8 +117,13 @@ class LayerStream:
         return DataFile(path, self._pack.layer_layout, self._pack.layer_digest(layer), f"layer {layer}")
 
     def _slot(self) -> Slot:
-        buffer = aligned_buffer(self._pack.layer_layout.data_bytes)
+        buffer = self._host_buffer()
         return Slot(buffer, LayerWeights.of(bind(buffer, self._pack.layer_layout), self._pack.scheme))
+
+    def _host_buffer(self) -> Tensor:
+        """Memory of the host for a layer as it is stored."""
+        size_bytes = self._pack.layer_layout.data_bytes
+        return self._copies.host_buffer(size_bytes) if self._copies else aligned_buffer(size_bytes)
 
     def _load_all(self, layers: Sequence[int]) -> dict[int, LayerWeights]:
         if not layers:
@@ -109,11 +137,24 @@ class LayerStream:
         Args:
             staging: memory for a layer as it is stored.
         """
-        file, view = self._file(layer), byte_view(staging)
+        self._read(layer, staging)
+        if self._copies:
+            return settle_on(self._pack, self._copies.device, staging)
+        stored = bind(staging, self._pack.layer_layout)
+        return LayerWeights.of(settle(stored, FUSED, self._pack.scheme), self._pack.scheme)
+
+    def _keep_all(self, layers: Sequence[int]) -> dict[int, Tensor]:
+        """Layers that stay in the host's memory as they are stored."""
+        kept = {layer: self._host_buffer() for layer in layers}
+        for layer, buffer in kept.items():
+            self._read(layer, buffer)
+        return kept
+
+    def _read(self, layer: int, buffer: Tensor) -> None:
+        """Reads and verifies a layer."""
+        file, view = self._file(layer), byte_view(buffer)
         try:
             file.read(view, 0)
             file.verify(view)
         finally:
             file.close()
-        stored = bind(staging, self._pack.layer_layout)
-        return LayerWeights.of(settle(stored, FUSED, self._pack.scheme), self._pack.scheme)
