@@ -19,7 +19,7 @@ BLOCK_TOKENS = 16
 SHORT_SEGMENT = 32
 """Segments up to this many new tokens are attended together, padded; longer ones alone."""
 QUERY_ROWS = 8
-"""Query rows of a key/value head are padded to a multiple of this."""
+"""Query rows of a key/value head, those of a group's heads together, are padded to a multiple of this."""
 MOST_PADDING = 2.0
 """Sequences share one attention call while padding at most doubles the keys read."""
 
@@ -116,12 +116,11 @@ class _Group:
         self, pairs: Sequence[tuple[Segment, Sequence[int]]], heads_per_kv: int, device: torch.device = CPU
     ) -> None:
         new = max(segment.count for segment, _ in pairs)
-        new += -new % (QUERY_ROWS // math.gcd(QUERY_ROWS, heads_per_kv))
         starts, counts, contexts = (
             torch.tensor([getattr(segment, name) for segment, _ in pairs])[:, None]
             for name in ("start", "count", "context")
         )
-        # Padded queries repeat the last real one; their results are dropped.
+        # Where chains are shorter, the last real query is repeated; the results are dropped.
         offsets = torch.minimum(torch.arange(new)[None], counts - 1)
         self._pairs = pairs
         self._heads_per_kv = heads_per_kv
@@ -157,7 +156,7 @@ class _Group:
         key_positions = torch.tensor(firsts)[:, None, None] * BLOCK_TOKENS + torch.arange(max(owns) * BLOCK_TOKENS)
         seen = visible(rule, self._positions[:, :, None], key_positions)
         blocks = torch.from_numpy(tables).flatten().to(self._device)
-        return blocks, additive_mask(seen.to(self._device), self._heads_per_kv, dtype)
+        return blocks, additive_mask(seen.to(self._device), self._heads_per_kv, dtype, QUERY_ROWS)
 
     def _gather(self, layer: Tensor, blocks: Tensor) -> Tensor:
         """[sequences, padded tokens, kv_heads, head_dim]."""

@@ -26,7 +26,8 @@ def grouped_attention(
     Args:
         queries: [sequences, new, heads, head_dim].
         keys, values: [sequences, context, kv_heads, head_dim].
-        mask: of `additive_mask`; None when all queries see all keys.
+        mask: of `additive_mask`; None when all queries see all keys. Where it has more rows than there are queries, the
+            kernel gets as many.
 
     Returns:
         [sequences, new, heads, head_dim].
@@ -37,12 +38,14 @@ def grouped_attention(
     # The query heads of a group become more rows of the same head: no key or value is ever repeated.
     folded = queries.view(sequences, new, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
     folded = folded.reshape(sequences, kv_heads, group * new, head_dim)
+    if mask is not None and mask.shape[2] > group * new:
+        folded = pad(folded, (0, 0, 0, mask.shape[2] - group * new))
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     if rule.soft_cap is None:
         attended = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=rule.scale)
     else:
         attended = _capped_attention(folded, keys, values, mask, rule.scale, rule.soft_cap)
-    attended = attended.view(sequences, kv_heads, group, new, head_dim).permute(0, 3, 1, 2, 4)
+    attended = attended[:, :, : group * new].unflatten(2, (group, new)).permute(0, 3, 1, 2, 4)
     return attended.reshape(sequences, new, heads, head_dim)
 
 
@@ -104,17 +107,19 @@ def aligned_attention(
             attended[new, heads] = found[start - first : stop - first]
 
 
-def additive_mask(visible: Tensor, heads_per_kv: int, dtype: torch.dtype) -> Tensor:
+def additive_mask(visible: Tensor, heads_per_kv: int, dtype: torch.dtype, rows_multiple: int = 1) -> Tensor:
     """What is added to scores so that only visible keys count: 0 or -inf.
 
     Args:
         visible: bool [sequences, new, context], true where a query sees a key.
+        rows_multiple: rows of zeros follow up to a multiple of this.
 
     Returns:
         [sequences, 1, heads_per_kv × new, context]: every query head of a group sees the same.
     """
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
-    return mask[:, None].repeat(1, 1, heads_per_kv, 1)
+    mask = mask[:, None].repeat(1, 1, heads_per_kv, 1)
+    return pad(mask, (0, 0, 0, -mask.shape[2] % rows_multiple))
 
 
 def first_seen(rule: AttentionRule, position: int) -> int:
