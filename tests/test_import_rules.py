@@ -52,6 +52,7 @@ POLICY = (
     "shared.allocator",
     "shared.blocks",
     "shared.limits",
+    "shared.shift",
     "shared.process",
     "shared.streaming.plan",
     "decode_service.scheduler",

@@ -1,32 +1,26 @@
-"""`headrace plan`: how a memory budget is spent, what fits into it, and how fast it will go on this machine."""
+"""`headrace plan`: how a memory budget is spent, what fits into it, how fast it goes, and what a shift of it brings."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from headrace.cli import _options as options
-from shared.config import parse_bytes
-from shared.errors import ConfigurationError, HeadraceError
-from shared.limits import DECODE_BATCH, LOCAL_PASS_TOKENS, PREFILL_PASS_TOKENS
+from shared.config import parse_bytes, parse_duration
+from shared.errors import ConfigurationError
+from shared.limits import DECODE_BATCH
 
 if TYPE_CHECKING:
-    from shared.calibration import Calibration
-    from shared.draft_pack import DraftPack
-    from shared.pack.reader import Pack
-    from shared.prospect import Outlook
-    from shared.streaming.plan import Demand
+    from shared.shift import Job
 
 Stage = Literal["prefill", "decode", "colocated"]
 
-PLANNED_DRAFT_LENGTH = 4
-"""For the forecast, where the length is left to the service."""
+MODEL_ACCEPTANCE, NGRAM_ACCEPTANCE = 0.8, 0.3
+"""Assumed where nothing was measured. n-grams are right now and then, and often there is none to propose."""
 
 
 def plan(
@@ -37,125 +31,126 @@ def plan(
     draft_pack: options.DraftPack = None,
     draft_length: options.DraftLength = None,
     acceptance: Annotated[
-        float, typer.Option(min=0, max=1, help="Assumed chance that a draft token is right; yours depends on the text.")
-    ] = 0.8,
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            help=f"Assumed chance that a draft token is right ({MODEL_ACCEPTANCE:g}; n-grams {NGRAM_ACCEPTANCE:g}); "
+            "yours depends on the text.",
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Most sequences that share a decode pass.")] = DECODE_BATCH,
     context_length: Annotated[int | None, typer.Option(min=1, help="Longest sequence served (the model's).")] = None,
     prefix_cache: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Prefill: KV kept for prompts that begin alike (what is left).")
     ] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Of a report: what a shift brings is shown.")] = None,
+    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens generated for a report.")] = None,
+    shared_tokens: Annotated[int, typer.Option(min=0, help="Prompt tokens that all reports begin with.")] = 0,
+    reports: Annotated[int | None, typer.Option(min=1, help="Reports in a shift (what one machine brings).")] = None,
+    shift: Annotated[str, typer.Option(help="Length of a shift.")] = "8h",
+    price_per_hour: Annotated[float | None, typer.Option(min=0, help="Of one machine, in any currency.")] = None,
+    prefills: Annotated[int | None, typer.Option(min=0, help="Prefill replicas; 0: colocated (recommended).")] = None,
+    decodes: Annotated[int | None, typer.Option(min=1, help="Decode replicas (recommended).")] = None,
     recalibrate: Annotated[bool, typer.Option("--recalibrate", help="Measure this machine again.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show how a memory budget is spent, what fits into it, and how fast it will go on this machine.
+    """Show how a memory budget is spent, what fits into it, how fast it goes on this machine, and what a shift brings.
 
-    The forecast needs a calibration of a few seconds, which is kept in the user's cache folder. Exit code 2: the budget
-    is too small; the message names the smallest that works.
+    With --prompt-tokens and --output-tokens: how many reports a shift brings, at what cost each, with which residency,
+    draft and replicas. --reports asks for so many and is answered with the machines that they need.
+
+    The forecast needs a calibration of some seconds, which is kept in the user's cache folder. Exit code 2: the budget
+    is too small (the message names the smallest that works), or options contradict each other.
     """
+    job = _job(prompt_tokens, output_tokens, shared_tokens, reports, shift, price_per_hour)
+    replicas = _replicas(job, prefills, decodes)
     from shared.threads import wait_passively
 
     wait_passively()
     import torch
 
+    from headrace.cli import _shift_view
     from headrace.cli._plan_view import show, to_json
-    from shared.calibration import calibrated
-    from shared.draft_pack import DraftPack
+    from headrace.cli._planning import Planning
+    from headrace.cli._shift import shift_of
     from shared.pack.reader import Pack
     from shared.prospect import prospect
     from shared.streaming.plan import plan_memory
 
     torch.set_num_threads(os.cpu_count() or 1)
-    opened = Pack.open(pack)
-    drafting = None if stage == "prefill" else DraftPack.open(draft, draft_pack, opened)
+    shares = stage == "prefill" and job is None
+    planning = Planning(
+        pack=Pack.open(pack),
+        draft="none" if shares else draft,
+        draft_path=None if shares else draft_pack,
+        draft_length=draft_length,
+        acceptance=_acceptance(acceptance, draft_pack),
+        batch=batch,
+        context_length=context_length,
+        prefix_cache=prefix_cache,
+        again=recalibrate,
+    )
     budget_bytes = parse_bytes(memory)
-    demand = _demand(stage, opened, drafting, batch, draft, draft_length, context_length, prefix_cache, recalibrate)
+    demand = planning.demand(stage)
     plan_memory(budget_bytes, demand)  # refuses before anything is measured
     with options.messages.status("measuring disk, memory and matrix products …"):
-        threads = torch.get_num_threads()
-        calibration = calibrated(opened, threads, again=recalibrate)
-        drafts = calibrated(drafting.pack, threads, again=recalibrate) if drafting else None
-    outlook = _outlook(stage, opened, drafting, (calibration, drafts), draft, draft_length, acceptance)
-    found = prospect(budget_bytes, demand, outlook)
-    print(json.dumps(to_json(found, outlook), indent=2)) if as_json else show(found, outlook)
+        outlook = planning.outlook(stage)
+        found = prospect(budget_bytes, demand, outlook)
+        brought = shift_of(job, budget_bytes, planning, replicas) if job is not None else None
+    if as_json:
+        extra = {"shift": _shift_view.to_json(brought)} if brought else {}
+        print(json.dumps(to_json(found, outlook) | extra, indent=2))
+        return
+    show(found, outlook)
+    if brought:
+        _shift_view.show(brought)
 
 
-def _demand(
-    stage: Stage,
-    pack: Pack,
-    drafting: DraftPack | None,
-    batch: int,
-    draft: str,
-    draft_length: int | None,
-    context_length: int | None,
-    prefix_cache: str | None,
-    recalibrate: bool,
-) -> Demand:
-    from shared.demand import DecodeSettings, PrefillSettings, decode_demand, prefill_demand, spool_bytes
+def _acceptance(given: float | None, draft_pack: Path | None) -> float:
+    if given is not None:
+        return given
+    return NGRAM_ACCEPTANCE if draft_pack is None else MODEL_ACCEPTANCE
 
-    context = min(context_length or pack.spec.context_length, pack.spec.context_length)
-    runtime_bytes = _runtime_bytes(stage, pack, drafting, draft, recalibrate)
-    if stage == "prefill":
-        spool = spool_bytes(pack, context)
-        prefill = PrefillSettings(
-            context_length=context,
-            pass_tokens=PREFILL_PASS_TOKENS,
-            spool_bytes=spool,
-            prefix_cache_bytes=parse_bytes(prefix_cache) if prefix_cache else None,
+
+def _job(
+    prompt_tokens: int | None,
+    output_tokens: int | None,
+    shared_tokens: int,
+    reports: int | None,
+    shift: str,
+    price_per_hour: float | None,
+) -> Job | None:
+    from shared.shift import Job
+
+    if prompt_tokens is None or output_tokens is None:
+        if (prompt_tokens, output_tokens, reports, price_per_hour, shared_tokens) != (None, None, None, None, 0):
+            raise ConfigurationError(
+                "what a shift brings depends on the size of a report: give both --prompt-tokens and --output-tokens"
+            )
+        return None
+    shift_s = parse_duration(shift)
+    if not shift_s:
+        raise ConfigurationError("--shift must be longer than nothing, as in 8h")
+    if shared_tokens >= prompt_tokens:
+        raise ConfigurationError(
+            f"--shared-tokens {shared_tokens} must be fewer than --prompt-tokens {prompt_tokens}: reports differ"
         )
-        return prefill_demand(pack, prefill, runtime_bytes)
-    colocated = stage == "colocated"
-    decode = DecodeSettings(
-        context_length=context,
-        batch=batch,
-        draft_length=draft_length,
-        receives=not colocated,
-        prompt_tokens=LOCAL_PASS_TOKENS if colocated else 0,
-    )
-    return decode_demand(pack, drafting, decode, runtime_bytes)
-
-
-def _outlook(
-    stage: Stage,
-    pack: Pack,
-    drafting: DraftPack | None,
-    calibrations: tuple[Calibration, Calibration | None],
-    draft: str,
-    draft_length: int | None,
-    acceptance: float,
-) -> Outlook:
-    from shared.forecast import Machine, Speculation
-    from shared.prospect import Outlook, model_speed
-
-    own, drafts = calibrations
-    speculation = Speculation(
-        length=0 if draft == "none" else draft_length or PLANNED_DRAFT_LENGTH,
-        acceptance=acceptance,
-        draft=model_speed(drafting.pack, drafts) if drafting and drafts else None,
-    )
-    return Outlook(
-        model=model_speed(pack, own),
-        machine=Machine(disk_bytes_per_s=own.disk_bytes_per_s, memory_bytes_per_s=own.memory_bytes_per_s),
-        speculation=None if stage == "prefill" else speculation,
-        pass_tokens=PREFILL_PASS_TOKENS,
+    return Job(
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        shared_tokens=shared_tokens,
+        reports=reports,
+        shift_s=shift_s,
+        price_per_hour=price_per_hour,
     )
 
 
-def _runtime_bytes(stage: Stage, pack: Pack, drafting: DraftPack | None, draft: str, recalibrate: bool) -> int:
-    """What the service itself says that it takes without weights: only it has its imports. Kept like a calibration."""
-    from shared.machine import cached, kernel_versions
-
-    module = "prefill_service" if stage == "prefill" else "decode_service"
-    command = [sys.executable, "-m", module, str(pack.path), "--show-runtime", "--log-level", "error"]
-    if module == "decode_service":
-        command += ["--draft", draft, *(["--draft-pack", str(drafting.pack.path)] if drafting else [])]
-    packs = [pack.manifest.model_digest, drafting.pack.manifest.model_digest if drafting else None]
-    key = {"service": module, "packs": packs, "draft": draft, "python": sys.version, "kernels": kernel_versions()}
-
-    def ask() -> int:
-        run = subprocess.run(command, capture_output=True, text=True, check=False)
-        if run.returncode:
-            kind = ConfigurationError if run.returncode == 2 else HeadraceError
-            raise kind(run.stderr.strip().removeprefix("error: "))
-        return int(run.stdout)
-
-    return int(cached("runtime", key, ask, again=recalibrate))
+def _replicas(job: Job | None, prefills: int | None, decodes: int | None) -> tuple[int, int] | None:
+    if (prefills is None) != (decodes is None):
+        raise ConfigurationError("--prefills and --decodes go together; give both, or neither for a recommendation")
+    if prefills is None or decodes is None:
+        return None
+    if job is None:
+        raise ConfigurationError("--prefills and --decodes need a job: give --prompt-tokens and --output-tokens")
+    return prefills, decodes

@@ -1,0 +1,143 @@
+"""What `headrace plan` asks of this machine and of the services before it can plan."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from headrace.local import Draft
+from shared.calibration import Calibration, calibrated
+from shared.config import parse_bytes
+from shared.demand import DecodeSettings, PrefillSettings, decode_demand, prefill_demand, spool_bytes
+from shared.draft_pack import DraftPack
+from shared.errors import ConfigurationError, HeadraceError
+from shared.forecast import Machine, ModelSpeed, Speculation
+from shared.limits import LOCAL_PASS_TOKENS, PREFILL_PASS_TOKENS
+from shared.machine import cached, kernel_versions
+from shared.pack.reader import Pack
+from shared.prospect import Outlook, model_speed
+from shared.shift import Drafting
+from shared.streaming.plan import Demand
+
+Stage = Literal["prefill", "decode", "colocated"]
+
+PLANNED_DRAFT_LENGTH = 4
+"""For the forecast of a pass, where the length is left to the service."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planning:
+    """A pack, its draft, and the settings of the services that are planned."""
+
+    pack: Pack
+    draft: Draft
+    draft_path: Path | None
+    draft_length: int | None
+    acceptance: float
+    batch: int
+    context_length: int | None
+    prefix_cache: str | None
+    again: bool
+    """Measure what was measured before."""
+
+    @cached_property
+    def draft_pack(self) -> DraftPack | None:
+        """The pack of a draft that is a model."""
+        return DraftPack.open(self.draft, self.draft_path, self.pack)
+
+    def without_draft(self) -> Planning:
+        """The same services without a draft."""
+        return replace(self, draft="none", draft_path=None, draft_length=None, again=False)
+
+    def demand(self, stage: Stage) -> Demand:
+        """What a process of a stage needs."""
+        context = min(self.context_length or self.pack.spec.context_length, self.pack.spec.context_length)
+        if stage == "prefill":
+            prefill = PrefillSettings(
+                context_length=context,
+                pass_tokens=PREFILL_PASS_TOKENS,
+                spool_bytes=spool_bytes(self.pack, max(context, PREFILL_PASS_TOKENS)),
+                prefix_cache_bytes=parse_bytes(self.prefix_cache) if self.prefix_cache else None,
+            )
+            return prefill_demand(self.pack, prefill, self._runtime_bytes(stage))
+        colocated = stage == "colocated"
+        decode = DecodeSettings(
+            context_length=context,
+            batch=self.batch,
+            draft_length=self.draft_length,
+            receives=not colocated,
+            prompt_tokens=LOCAL_PASS_TOKENS if colocated else 0,
+        )
+        return decode_demand(self.pack, self.draft_pack, decode, self._runtime_bytes(stage))
+
+    @cached_property
+    def _calibration(self) -> Calibration:
+        return calibrated(self.pack, torch.get_num_threads(), again=self.again)
+
+    @cached_property
+    def model(self) -> ModelSpeed:
+        """The packed model on this machine."""
+        return model_speed(self.pack, self._calibration)
+
+    @cached_property
+    def draft_model(self) -> ModelSpeed | None:
+        """And the draft, if it is a model."""
+        if self.draft_pack is None:
+            return None
+        return model_speed(
+            self.draft_pack.pack, calibrated(self.draft_pack.pack, torch.get_num_threads(), again=self.again)
+        )
+
+    @cached_property
+    def machine(self) -> Machine:
+        """Its bandwidths."""
+        return Machine(
+            disk_bytes_per_s=self._calibration.disk_bytes_per_s,
+            memory_bytes_per_s=self._calibration.memory_bytes_per_s,
+        )
+
+    def outlook(self, stage: Stage) -> Outlook:
+        """What forecasts of a stage's passes depend on."""
+        speculation = Speculation(
+            length=0 if self.draft == "none" else self.draft_length or PLANNED_DRAFT_LENGTH,
+            acceptance=self.acceptance,
+            draft=self.draft_model,
+        )
+        return Outlook(
+            model=self.model,
+            machine=self.machine,
+            speculation=None if stage == "prefill" else speculation,
+            pass_tokens=PREFILL_PASS_TOKENS,
+        )
+
+    @property
+    def drafting(self) -> Drafting:
+        """How the draft goes in forecasts of whole jobs."""
+        return Drafting(name=self.draft, acceptance=self.acceptance, draft=self.draft_model, length=self.draft_length)
+
+    def _runtime_bytes(self, stage: Stage) -> int:
+        """What the service itself says that it takes without weights: only it has its imports. Kept on this machine."""
+        module = "prefill_service" if stage == "prefill" else "decode_service"
+        drafting = None if stage == "prefill" else self.draft_pack
+        packs = [self.pack.manifest.model_digest, drafting.pack.manifest.model_digest if drafting else None]
+        draft = None if stage == "prefill" else self.draft
+        key = {"service": module, "packs": packs, "draft": draft, "python": sys.version, "kernels": kernel_versions()}
+        command = [sys.executable, "-m", module, str(self.pack.path), "--show-runtime", "--log-level", "error"]
+        if module == "decode_service":
+            command += ["--draft", self.draft, *(["--draft-pack", str(drafting.pack.path)] if drafting else [])]
+        return int(cached("runtime", key, lambda: _asked(command), again=self.again))
+
+
+def _asked(command: Sequence[str]) -> int:
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        kind = ConfigurationError if run.returncode == 2 else HeadraceError
+        raise kind(run.stderr.strip().removeprefix("error: "))
+    return int(run.stdout)
