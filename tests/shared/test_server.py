@@ -23,8 +23,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from grpc_status import rpc_status
 
+from decode_service.replicas import REPLICA_OPTIONS
+from headrace.target import balanced
 from headrace.v1 import decode_pb2_grpc, status_pb2, status_pb2_grpc
-from shared.config import Address
+from shared.config import CHANNEL_OPTIONS, Address
 from shared.errors import (
     BudgetError,
     CapacityError,
@@ -34,7 +36,7 @@ from shared.errors import (
     ModelMismatchError,
     UnavailableError,
 )
-from shared.server import ServerOptions, TlsFiles, run_server, serving
+from shared.server import _SERVER_OPTIONS, ServerOptions, TlsFiles, run_server, serving
 from tests.shared.serving import NAME, Echo, request, stream_request
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -192,6 +194,15 @@ async def test_failures_are_counted_by_class() -> None:
         await _failure(decode_pb2_grpc.DecodeServiceStub(channel).Complete(request()))
     failures = next(family for family in echo.telemetry.collect() if family.name == "headrace_failures")
     assert [(sample.labels["kind"], sample.value) for sample in failures.samples] == [("CapacityError", 1)]
+
+
+def test_no_client_of_ours_asks_more_often_than_servers_allow() -> None:
+    allowed = dict(_SERVER_OPTIONS)
+    for options in (dict(CHANNEL_OPTIONS), dict(REPLICA_OPTIONS), dict(balanced("127.0.0.1:1").options)):
+        asks_ms = options["grpc.keepalive_time_ms"]
+        assert asks_ms >= 2 * allowed["grpc.http2.min_recv_ping_interval_without_data_ms"]
+        assert options["grpc.keepalive_timeout_ms"] < asks_ms
+        assert (options["grpc.keepalive_permit_without_calls"], options["grpc.http2.max_pings_without_data"]) == (0, 0)
 
 
 async def test_a_cancelled_stream_closes_its_generator() -> None:
