@@ -29,11 +29,11 @@ def settle(tensors: Components, matrices: Collection[str], scheme: Scheme) -> di
 
     Args:
         tensors: by their stored names, as views of a buffer that the caller keeps.
-        matrices: the names of those that are quantized, without the suffixes of their components.
+        matrices: the names that those which are quantized may have, without the suffixes of their components.
     """
     settled = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in matrices}
     settled = {name: tensor.clone() for name, tensor in settled.items()}
-    for matrix in matrices:
+    for matrix in {name.rpartition(".")[0] for name in tensors} & set(matrices):
         stored = {suffix: tensors[f"{matrix}.{suffix}"] for suffix in _suffixes(tensors, matrix)}
         settled |= {f"{matrix}.{suffix}": tensor for suffix, tensor in settle_matrix(stored, scheme).items()}
     return settled
