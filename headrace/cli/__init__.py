@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli.batch import batch
+from headrace.cli.bench import bench
 from headrace.cli.doctor import doctor
 from headrace.cli.generate import generate
 from headrace.cli.inspect import inspect
@@ -35,6 +36,10 @@ app.command()(batch)
 app.command()(generate)
 app.command()(score)
 app.command()(doctor)
+app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+    add_help_option=False,  # what comes behind a name is the benchmark's own
+)(bench)
 
 
 @app.callback()
