@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from decode_service.speculation.draft import Draft, NoDraft
+from collections.abc import Callable
+
+from decode_service.speculation.draft import Drafts
 from decode_service.speculation.model_draft import ModelDraft
 from decode_service.speculation.ngram_draft import NgramDraft
 from shared.draft_pack import DraftPack
@@ -11,14 +13,26 @@ from shared.model.model import Model
 from shared.streaming.plan import Residency
 
 
-def build_draft(
-    draft: str, draft_pack: DraftPack | None, target: Model, target_kv: PagedKeyValues, kv_blocks: int
-) -> Draft:
-    """Loads what the draft needs."""
+def build_drafts(
+    draft: str,
+    draft_pack: DraftPack | None,
+    target: Model,
+    target_kv: PagedKeyValues,
+    kv_blocks: int,
+    on_pass: Callable[[int, float], None] = lambda rows, elapsed_s: None,
+) -> Drafts:
+    """Loads what the draft needs.
+
+    Args:
+        draft: one of `shared.draft_pack.DRAFTS`.
+        draft_pack: of the draft's model, where it has one.
+        on_pass: told the tokens and the seconds of each pass of the draft's model.
+    """
+    lookup = NgramDraft() if draft in ("ngram", "auto") else None
     if draft_pack is None:
-        return NgramDraft() if draft == "ngram" else NoDraft()
+        return Drafts(lookup)
     pack = draft_pack.pack
     everything = Residency(frozenset(range(pack.spec.layers)), slots=0)
     model = Model(pack, everything, outer=target.outer if draft_pack.shares_outer else None)
     kv = target_kv if draft_pack.shares_kv else PagedKeyValues(pack.spec, model.dtype, kv_blocks)
-    return ModelDraft(model, kv, shares_target_kv=draft_pack.shares_kv)
+    return Drafts(lookup, ModelDraft(model, kv, shares_target_kv=draft_pack.shares_kv, on_pass=on_pass))

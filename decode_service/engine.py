@@ -12,8 +12,7 @@ from decode_service.choice import choose_next
 from decode_service.scheduler import DecodeScheduler
 from decode_service.sequence import Sequence
 from decode_service.speculation.acceptance import accept
-from decode_service.speculation.controller import DraftController
-from decode_service.speculation.draft import Draft
+from decode_service.speculation.proposer import Proposer
 from decode_service.text.output import Emission
 from decode_service.turn import Turn, turns
 from shared.engine import Engine
@@ -32,24 +31,22 @@ class DecodeEngine(Engine[Sequence]):
         self,
         model: Model,
         kv: PagedKeyValues,
-        draft: Draft,
+        proposer: Proposer,
         scheduler: DecodeScheduler,
         telemetry: Telemetry,
-        controller: DraftController,
         prompt_tokens: int,
     ) -> None:
         """Prepares the engine.
 
         Args:
-            controller: chooses how many tokens are proposed.
+            proposer: drafts, and learns from what is accepted.
             prompt_tokens: most tokens of prompts computed here in a pass.
         """
         super().__init__("decode-engine", model)
         self._kv = kv
-        self._draft = draft
+        self._proposer = proposer
         self._scheduler = scheduler
         self._telemetry = telemetry
-        self._controller = controller
         self._prompt_tokens = prompt_tokens
 
     def _next_batch(self, timeout_s: float | None) -> list[Sequence] | None:
@@ -81,12 +78,10 @@ class DecodeEngine(Engine[Sequence]):
 
     def _propose(self, living: list[Turn]) -> list[Turn]:
         drafting = [turn.sequence for turn in living if turn.drafts]
-        length = self._controller.length(drafting)
+        beside = [len(turn.tokens) for turn in living if not turn.drafts]
         # A pass adds one token more than the draft proposes, and neither may go beyond max_tokens or the blocks.
-        limits = [min(length, sequence.remaining_tokens - 1, _room(sequence)) for sequence in drafting]
-        started_s = time.monotonic()
-        proposals = dict(zip(drafting, self._draft.propose(drafting, limits), strict=True))
-        self._controller.drafted(len(drafting), max(limits, default=0), time.monotonic() - started_s)
+        rooms = [min(sequence.remaining_tokens - 1, _room(sequence)) for sequence in drafting]
+        proposals = dict(zip(drafting, self._proposer.propose(drafting, rooms, beside), strict=True))
         return [turn.proposing(proposals.get(turn.sequence, [])) for turn in living]
 
     def _run_pass(self, living: list[Turn]) -> None:
@@ -98,7 +93,7 @@ class DecodeEngine(Engine[Sequence]):
         scores = self._scores(hidden, batch, living)
         advances = [self._advance(turn, logits) for turn, logits in zip(living, scores, strict=True)]
         elapsed_s = time.monotonic() - started_s
-        self._controller.passed(len(batch.token_ids), elapsed_s)
+        self._proposer.passed(len(batch.token_ids), elapsed_s)
         self._telemetry.record_pass(
             elapsed_s,
             requests=len(living),
@@ -131,7 +126,7 @@ class DecodeEngine(Engine[Sequence]):
         accepted = max(0, len(chosen) - 1)
         sequence.passes += 1
         sequence.kv_length += len(turn.tokens) + accepted
-        self._controller.verified(sequence, len(turn.proposal), accepted)
+        self._proposer.verified(sequence, chosen)
         sequence.draft_tokens += len(turn.proposal)
         sequence.accepted_tokens += accepted
         return accepted, self._extend(sequence, chosen, logits) if chosen else None

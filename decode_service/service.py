@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from decode_service.drafts import build_draft
+from decode_service.drafts import build_drafts
 from decode_service.engine import DecodeEngine
 from decode_service.prefill_client import PrefillClient
 from decode_service.prompts import LocalPrefill, Prompts
@@ -18,6 +18,7 @@ from decode_service.scheduler import DecodeScheduler
 from decode_service.scoring import Scoring
 from decode_service.servicer import DecodeServicer
 from decode_service.speculation.controller import DraftController
+from decode_service.speculation.proposer import Proposer
 from decode_service.tables import BlockTables
 from decode_service.text.tokenizer import Tokenizer
 from headrace.v1 import decode_pb2_grpc
@@ -39,6 +40,7 @@ log = logging.getLogger("decode_service")
 
 UNREAD_TOKENS = 256
 """A sequence with more tokens than this waiting for its reader sits passes out."""
+DRAFT_HELP = "where proposals come from; auto: n-grams, and the draft pack where it pays (%(default)s)"
 LOCAL_PREFILL_HELP = "prompts computed here; fallback: short ones, and any when no replica answers (%(default)s)"
 SHARE_PREFIXES_HELP = "reuse keys and values of prompts and answers that begin alike (%(default)s)"
 OVERCOMMIT_HELP = (
@@ -55,8 +57,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--local-prefill", choices=[mode.value for mode in LocalPrefill], default="never", help=LOCAL_PREFILL_HELP)
     add("--short-prompt", type=positive, default=64, metavar="TOKENS", help="longest short prompt (%(default)s)")
     add("--pass-tokens", type=positive, default=LOCAL_PASS_TOKENS, metavar="N", help=PASS_TOKENS_HELP)
-    add("--draft", choices=DRAFTS, default="ngram", help="where proposals come from (%(default)s)")
-    add("--draft-pack", type=Path, metavar="PACK", help="for the drafts `self` and `model`")
+    add("--draft", choices=DRAFTS, default="auto", help=DRAFT_HELP)
+    add("--draft-pack", type=Path, metavar="PACK", help="for the drafts `auto`, `self` and `model`")
     add("--draft-length", type=positive, metavar="N", help="tokens proposed per pass (what pays, by measurement)")
     add("--share-prefixes", choices=("on", "off"), default="on", help=SHARE_PREFIXES_HELP)
     add("--overcommit", type=_factor, default=OVERCOMMIT, metavar="FACTOR", help=OVERCOMMIT_HELP)
@@ -84,7 +86,8 @@ async def serve(arguments: argparse.Namespace) -> None:
     log_plan(log, plan)
     model = Model(pack, plan.residency, verify_always=arguments.verify == "always")
     kv = PagedKeyValues(pack.spec, model.dtype, plan.kv_blocks)
-    draft = build_draft(arguments.draft, draft_pack, model, kv, plan.kv_blocks)
+    controller = _controller(settings)
+    drafts = build_drafts(arguments.draft, draft_pack, model, kv, plan.kv_blocks, controller.draft_passed)
 
     tables = BlockTables(
         BlockPool(plan.kv_blocks, BLOCK_TOKENS),
@@ -122,7 +125,8 @@ async def serve(arguments: argparse.Namespace) -> None:
     prompts = Prompts(LocalPrefill(arguments.local_prefill), arguments.short_prompt, client, kv)
     scoring = Scoring(reader, client, pack.manifest.model_digest)
     servicer = DecodeServicer(reader, scheduler, prompts, telemetry, pack.manifest.model_digest, scoring)
-    engine = DecodeEngine(model, kv, draft, scheduler, telemetry, _controller(settings), settings.missing_tokens)
+    proposer = Proposer(drafts, controller)
+    engine = DecodeEngine(model, kv, proposer, scheduler, telemetry, settings.missing_tokens)
     engine.start()
     try:
         await run_server(

@@ -13,7 +13,7 @@ from typing import Literal, NoReturn
 from headrace._child import Child, LogSink, Ready
 from headrace.errors import InputError, LocalServiceError
 
-Draft = Literal["none", "ngram", "self", "model"]
+Draft = Literal["auto", "none", "ngram", "self", "model"]
 
 LOOPBACK = "127.0.0.1:0"
 """Any free port, for this machine only."""
@@ -34,9 +34,9 @@ class LocalPlan:
     prefills: int = 1
     """0: decode services compute prompts themselves, in the same passes (colocated)."""
     decodes: int = 1
-    draft: Draft = "ngram"
+    draft: Draft = "auto"
     draft_pack: str | None = None
-    """Pack of the draft; for the drafts `self` and `model`."""
+    """Pack of the draft; for the drafts `auto` (there it may be left out), `self` and `model`."""
     draft_length: int | None = None
     """Tokens per draft; None leaves it to the service."""
     prefill_command: Sequence[str] = (sys.executable, "-m", "prefill_service")

@@ -13,7 +13,8 @@ from shared.kv.paged import PagedKeyValues
 from shared.pack.format import OUTER_FILE
 from shared.pack.reader import Pack
 
-DRAFTS = ("none", "ngram", "self", "model")
+DRAFTS = ("auto", "none", "ngram", "self", "model")
+"""`auto`: n-grams, and the draft's pack, if one is given, where they fail and it pays."""
 
 
 @dataclass(frozen=True)
@@ -33,29 +34,33 @@ class DraftPack:
         Raises:
             ConfigurationError: a pack is missing, superfluous, or does not fit the target.
         """
-        if draft not in ("self", "model"):
+        if draft in ("none", "ngram"):
             if path is not None:
                 raise ConfigurationError(
-                    f"draft {draft} needs no pack; leave --draft-pack out, or choose self or model"
+                    f"draft {draft} needs no pack; leave --draft-pack out, or choose auto, self or model"
                 )
             return None
         if path is None:
+            if draft == "auto":
+                return None
             raise ConfigurationError(f"draft {draft} needs a pack; give --draft-pack")
         pack = Pack.open(path)
-        if draft == "self":
-            if pack.spec != target.spec or pack.scheme.compute_dtype != target.scheme.compute_dtype:
-                raise ConfigurationError(
-                    f"draft self must be a copy of the target in another scheme; {path.name} is another model or "
-                    f"computes in another precision ({pack.scheme.name} beside {target.scheme.name})"
-                )
-        elif _vocabulary(pack) != _vocabulary(target):
+        same_outer = pack.manifest.files[OUTER_FILE] == target.manifest.files[OUTER_FILE]
+        same_shape = pack.spec == target.spec and pack.scheme.compute_dtype == target.scheme.compute_dtype
+        # A model of the same shape may be another one; the outer weights, which no scheme changes, tell a copy.
+        is_copy = same_shape and same_outer if draft == "auto" else draft == "self"
+        if draft == "self" and not same_shape:
+            raise ConfigurationError(
+                f"draft self must be a copy of the target in another scheme; {path.name} is another model or "
+                f"computes in another precision ({pack.scheme.name} beside {target.scheme.name})"
+            )
+        if not is_copy and _vocabulary(pack) != _vocabulary(target):
             raise ConfigurationError(f"draft {path.name} has another tokenizer than the target; choose another draft")
         if pack.spec.vocab_size != target.spec.vocab_size:
             raise ConfigurationError(
                 f"draft {path.name} has a vocabulary of {pack.spec.vocab_size}, the target of {target.spec.vocab_size}"
             )
-        same_outer = pack.manifest.files[OUTER_FILE] == target.manifest.files[OUTER_FILE]
-        return cls(pack, shares_kv=draft == "self", shares_outer=same_outer)
+        return cls(pack, shares_kv=is_copy, shares_outer=same_outer)
 
     @property
     def weight_bytes(self) -> int:

@@ -1,144 +1,111 @@
-"""How many tokens to draft: as many as pay. Plain Python.
+"""What to draft with, and how many tokens: as many as pay.
 
-A pass over B sequences that each bring k draft tokens is expected to yield Σ (1 − aᵢᵏ⁺¹) / (1 − aᵢ) tokens, where aᵢ is
-sequence i's acceptance rate (Leviathan et al., arXiv 2211.17192, equation 1), and takes k draft steps and one pass
-over B·(k+1) rows. The controller keeps running estimates of all of these and takes the k with the most tokens a second.
-Zero is a choice. Costs that were never measured are guessed from those that were, at first hopefully: so a length is
-tried once, and the measurement decides from then on.
+A pass is expected to yield Σ (1 − aᵢᵏ⁺¹) / (1 − aᵢ) tokens, where sequence i brings k draft tokens of which each is
+right with a chance of aᵢ (`estimates.expected_tokens`). It takes the passes of the draft's model, if that is asked, and
+one pass of the target over all rows. The controller keeps running estimates of all of these and takes the plan with the
+most tokens a second (`plans`).
+
+What can be looked up is free and used first; the draft's model is asked where that brings more, by the same measure:
+for the sequences without a lookup only, or also for those that it is expected to bring further. Zero is a choice. Costs
+that were never measured are guessed from those that were, at first hopefully: so a length is tried once, and the
+measurement decides from then on.
 """
 
 from __future__ import annotations
 
-import bisect
+from collections import defaultdict
 from collections.abc import Sequence as AnySequence
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from decode_service.sequence import Sequence
+from decode_service.speculation.candidate import NOTHING, Candidate, Choice, Source
+from decode_service.speculation.estimates import Acceptance, Costs
+from decode_service.speculation.plans import Estimates, Floats, best_choices
 
-FIRST_ACCEPTANCE = 0.7
-"""Assumed until there is evidence."""
-EVIDENCE_KEPT = 0.95
-"""Older evidence on acceptance fades by this factor with each verified token."""
-COST_WEIGHT = 0.25
-"""Weight of the newest measurement in a running cost."""
 PROBE_PASSES = 64
-"""After this many passes without a draft one is tried again: text changes."""
-
-
-class Costs:
-    """Measured times as a function of size: running means by powers of two, joined by straight lines."""
-
-    def __init__(self) -> None:
-        self._points: dict[int, tuple[float, float]] = {}
-        """Bucket -> mean size and mean seconds."""
-
-    def add(self, size: int, elapsed_s: float) -> None:
-        """Takes a measurement in."""
-        bucket = size.bit_length()
-        old_size, old_s = self._points.get(bucket, (size, elapsed_s))
-        self._points[bucket] = (
-            old_size + COST_WEIGHT * (size - old_size),
-            old_s + COST_WEIGHT * (elapsed_s - old_s),
-        )
-
-    def of(self, size: int) -> float:
-        """The expected time, guessed hopefully where nothing is known.
-
-        Below the smallest known size time is taken to shrink with it, above the only known one to stay the same.
-        """
-        points = sorted(self._points.values())
-        if not points:
-            return 0.0
-        smallest, smallest_s = points[0]
-        if size <= smallest:
-            return smallest_s * size / smallest
-        if len(points) == 1:
-            return smallest_s
-        index = min(bisect.bisect([known for known, _ in points], size), len(points) - 1)
-        (low, low_s), (high, high_s) = points[index - 1 : index + 1]
-        return low_s + max(0.0, (high_s - low_s) / (high - low)) * (size - low)
-
-
-class Acceptance:
-    """A running estimate of the chance that the target chooses the drafted token."""
-
-    def __init__(self, prior: float = FIRST_ACCEPTANCE, evidence: float = 2.0) -> None:
-        self._accepted = prior * evidence
-        self._tried = evidence
-
-    @property
-    def rate(self) -> float:
-        """Between 0 and 1, both excluded."""
-        return min(max(self._accepted / self._tried, 0.001), 0.999)
-
-    def add(self, proposed: int, accepted: int) -> None:
-        """Takes in a chain of which the first `accepted` of `proposed` tokens were right."""
-        tried = accepted + (accepted < proposed)
-        kept = EVIDENCE_KEPT**tried
-        self._accepted = self._accepted * kept + accepted
-        self._tried = self._tried * kept + tried
+"""After this many passes without the draft's model it is tried again, since text changes. Lookups are judged always."""
+PROBE_SHARE = 0.01
+"""Of the time of all these passes, trying it may take no more than this; otherwise it has to wait."""
 
 
 class DraftController:
-    """Chooses the draft length of each pass."""
+    """Chooses source and length of all proposals of each pass."""
 
     def __init__(self, shortest: int, longest: int, rows_limit: int) -> None:
         """Chooses between `shortest` and `longest` tokens; the same number twice fixes it.
 
         Args:
-            rows_limit: most tokens that a pass may verify.
+            rows_limit: most tokens whose logits a pass may need.
         """
+        self.longest = longest
+        """Most tokens of a proposal."""
         self._shortest = shortest
-        self._longest = longest
         self._rows_limit = rows_limit
-        self._step_costs = Costs()
+        self._draft_costs = Costs()
         self._pass_costs = Costs()
-        self._overall = Acceptance()
-        self._by_sequence: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
+        self._overall: defaultdict[Source, Acceptance] = defaultdict(Acceptance)
+        self._by_sequence: WeakKeyDictionary[Sequence, dict[Source, Acceptance]] = WeakKeyDictionary()
         self._idle_passes = 0
+        self._idle_s = 0.0
 
-    def length(self, sequences: AnySequence[Sequence]) -> int:
-        """How many tokens to draft for each of these sequences in the next pass."""
-        if not sequences:
-            return 0
-        longest = max(0, min(self._longest, self._rows_limit // len(sequences) - 1))
+    def choose(self, candidates: AnySequence[Candidate], beside: AnySequence[int] = ()) -> list[Choice]:
+        """What each of these sequences brings to the next pass.
+
+        Args:
+            beside: how many tokens each of the other sequences in that pass brings.
+        """
+        offered = sum(candidate.has_offer for candidate in candidates)
+        if not offered:
+            return [NOTHING for _ in candidates]
+        spare_rows = self._rows_limit - len(candidates) - len(beside)
+        longest = max(0, min(self.longest, spare_rows // offered))
         lengths = range(min(self._shortest, longest), longest + 1)
-        best = max(lengths, key=lambda length: self._rate(sequences, length))
-        self._idle_passes = 0 if best else self._idle_passes + 1
-        if self._idle_passes > PROBE_PASSES and longest > 0:
-            self._idle_passes = 0
-            return 1
-        return best
+        choices = best_choices(candidates, self._estimates(candidates), lengths, sum(beside))
+        return self._probing(candidates, choices) if longest else choices
 
-    def drafted(self, sequences: int, length: int, elapsed_s: float) -> None:
-        """Drafting `length` tokens for so many sequences took that long."""
-        if length:
-            self._step_costs.add(sequences, elapsed_s / length)
+    def draft_passed(self, rows: int, elapsed_s: float) -> None:
+        """A pass of the draft's model over so many tokens took that long."""
+        self._draft_costs.add(rows, elapsed_s)
 
     def passed(self, rows: int, elapsed_s: float) -> None:
-        """A pass over so many tokens took that long."""
+        """A pass of the target over so many tokens took that long."""
         self._pass_costs.add(rows, elapsed_s)
+        self._idle_s += elapsed_s
 
-    def verified(self, sequence: Sequence, proposed: int, accepted: int) -> None:
-        """The target has judged a proposal."""
+    def verified(self, sequence: Sequence, source: Source, proposed: int, accepted: int) -> None:
+        """The target has judged the first tokens that a source proposed, or would have proposed."""
         if proposed:
-            self._overall.add(proposed, accepted)
-            self._acceptance(sequence).add(proposed, accepted)
+            known = self._by_sequence.setdefault(sequence, {})
+            known.setdefault(source, Acceptance(self._overall[source].rate)).add(proposed, accepted)
+            self._overall[source].add(proposed, accepted)
 
-    def _rate(self, sequences: AnySequence[Sequence], length: int) -> float:
-        """Expected tokens a second."""
-        tokens = sum(expected_tokens(self._acceptance(sequence).rate, length) for sequence in sequences)
-        count = len(sequences)
-        elapsed_s = length * self._step_costs.of(count) + self._pass_costs.of(count * (length + 1))
-        return tokens / max(elapsed_s, 1e-9)
+    def _acceptance(self, sequence: Sequence, source: Source) -> float:
+        """That of the sequence, or, until anything is known of it, of all sequences."""
+        return self._by_sequence.get(sequence, {}).get(source, self._overall[source]).rate
 
-    def _acceptance(self, sequence: Sequence) -> Acceptance:
-        found = self._by_sequence.get(sequence)
-        if found is None:
-            found = self._by_sequence[sequence] = Acceptance(self._overall.rate)
-        return found
+    def _estimates(self, candidates: AnySequence[Candidate]) -> Estimates:
+        def rates(source: Source) -> Floats:
+            return np.array([self._acceptance(candidate.sequence, source) for candidate in candidates])
 
+        return Estimates(rates(Source.LOOKUP), rates(Source.MODEL), self._draft_costs, self._pass_costs)
 
-def expected_tokens(acceptance: float, length: int) -> float:
-    """Tokens that a pass yields for a chain of `length` draft tokens, the target's own one included."""
-    return float((1 - acceptance ** (length + 1)) / (1 - acceptance))
+    def _probing(self, candidates: AnySequence[Candidate], choices: list[Choice]) -> list[Choice]:
+        """The same choices, but once in a while a token of the draft's model, where it costs least."""
+        possible = [candidate for candidate in candidates if candidate.missing and candidate.room]
+        is_fixed = self._shortest == self.longest
+        if is_fixed or not possible or any(choice.source is Source.MODEL for choice in choices):
+            self._idle_passes, self._idle_s = 0, 0.0
+            return choices
+        self._idle_passes += 1
+        unhelped = {c.sequence for c, choice in zip(candidates, choices, strict=True) if not choice.length}
+        probed = [candidate for candidate in possible if candidate.sequence in unhelped] or possible
+        fewest = min(candidate.missing for candidate in probed)
+        tried = {candidate.sequence for candidate in probed if candidate.missing == fewest}
+        costs_s = float(self._draft_costs.of(fewest * len(tried)))
+        if self._idle_passes <= PROBE_PASSES or costs_s > PROBE_SHARE * self._idle_s:
+            return choices
+        self._idle_passes, self._idle_s = 0, 0.0
+        probe = Choice(Source.MODEL, 1)
+        return [probe if c.sequence in tried else choice for c, choice in zip(candidates, choices, strict=True)]

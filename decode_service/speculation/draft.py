@@ -1,23 +1,39 @@
-"""What every draft does: propose tokens. Whatever it proposes, the target alone decides."""
+"""What drafts do: propose tokens. Whatever they propose, the target alone decides."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from decode_service.sequence import Sequence
+
+DraftKind = Literal["ngram", "self", "model"]
 
 
 class Draft(Protocol):
     """Proposes how sequences may go on."""
+
+    @property
+    def kind(self) -> DraftKind:
+        """Its name for people."""
+        ...
 
     def propose(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
         """Up to `counts[i]` tokens to follow `sequences[i]`; fewer, or none, where it has no idea."""
         ...
 
 
-class NoDraft:
-    """Proposes nothing: plain decoding."""
+class ComputingDraft(Draft, Protocol):
+    """A draft that takes passes of its own. Knows how to go on with any sequence."""
 
-    def propose(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
-        """An empty proposal for each sequence."""
-        return [[] for _ in sequences]
+    def missing(self, sequence: Sequence) -> int:
+        """Tokens of a sequence that it would have to take in before it can propose any; at least 1."""
+        ...
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Where proposals come from: nowhere, a lookup that costs nothing, a model, or whichever of the two pays."""
+
+    lookup: Draft | None = None
+    model: ComputingDraft | None = None

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from decode_service.choice import choose_next
 from decode_service.sequence import Sequence
+from decode_service.speculation.draft import DraftKind
 from shared.kv.paged import PagedKeyValues
 from shared.limits import CATCH_UP_TOKENS
 from shared.model.batch import TokenBatch
@@ -17,10 +21,32 @@ class ModelDraft:
     verified tokens' keys and values there and writes its own behind them, where verification overwrites them.
     """
 
-    def __init__(self, model: Model, kv: PagedKeyValues, *, shares_target_kv: bool) -> None:
+    def __init__(
+        self,
+        model: Model,
+        kv: PagedKeyValues,
+        *,
+        shares_target_kv: bool,
+        on_pass: Callable[[int, float], None] = lambda rows, elapsed_s: None,
+    ) -> None:
+        """Takes a loaded model.
+
+        Args:
+            on_pass: told the tokens and the seconds of each of its passes.
+        """
         self._model = model
         self._kv = kv
         self._shares_target_kv = shares_target_kv
+        self._on_pass = on_pass
+
+    @property
+    def kind(self) -> DraftKind:
+        """See `Draft`."""
+        return "self" if self._shares_target_kv else "model"
+
+    def missing(self, sequence: Sequence) -> int:
+        """See `ComputingDraft`."""
+        return len(sequence.tokens) - self._known_tokens(sequence)
 
     def propose(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
         """See `Draft`. The first passes also take in the tokens whose keys and values are missing."""
@@ -29,6 +55,7 @@ class ModelDraft:
         contexts = {sequence: self._known_tokens(sequence) for sequence in sequences}
         inputs = {sequence: sequence.tokens[contexts[sequence] :] for sequence in sequences}
         while active := [sequence for sequence in sequences if len(proposals[sequence]) < wanted[sequence]]:
+            started_s = time.monotonic()
             chunks = {sequence: inputs[sequence][:CATCH_UP_TOKENS] for sequence in active}
             batch = TokenBatch.of((chunks[sequence], contexts[sequence]) for sequence in active)
             kv = self._kv.for_pass(batch.segments, [sequence.blocks for sequence in active])
@@ -43,6 +70,7 @@ class ModelDraft:
                     )
                     inputs[sequence] = [token]
                     proposals[sequence].append(token)
+            self._on_pass(len(batch.token_ids), time.monotonic() - started_s)
         for sequence in sequences:
             sequence.draft_kv_length = contexts[sequence]
         return [proposals[sequence] for sequence in sequences]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 from decode_service.sequence import Sequence
@@ -10,6 +11,8 @@ from decode_service.speculation.ngram import NgramIndex
 
 class NgramDraft:
     """Proposes what followed the same n-gram earlier in the sequence."""
+
+    kind: Literal["ngram"] = "ngram"
 
     def __init__(self) -> None:
         self._indexes: WeakKeyDictionary[Sequence, NgramIndex] = WeakKeyDictionary()

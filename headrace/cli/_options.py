@@ -28,8 +28,10 @@ Decodes = Annotated[int, typer.Option(min=1, help="Decode processes to start.")]
 Memory = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Memory budget of each process, as in 600MiB or 4GiB.")
 ]
-DraftKind = Annotated[Draft, typer.Option(help="Where draft tokens come from.")]
-DraftPack = Annotated[Path | None, typer.Option(help="Pack of the draft, for the drafts self and model.")]
+DraftKind = Annotated[
+    Draft, typer.Option(help="Where draft tokens come from; auto: n-grams, and the draft pack where it pays.")
+]
+DraftPack = Annotated[Path | None, typer.Option(help="Pack of the draft, for auto, self and model.")]
 DraftLength = Annotated[int | None, typer.Option(min=1, help="Tokens per draft; by default the service decides.")]
 Logs = Annotated[bool, typer.Option("--logs", help="Show what the started services log.")]
 

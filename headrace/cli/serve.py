@@ -19,7 +19,7 @@ def serve(
     colocate: options.Colocate = False,
     decodes: options.Decodes = 1,
     memory: options.Memory = None,
-    draft: options.DraftKind = "ngram",
+    draft: options.DraftKind = "auto",
     draft_pack: options.DraftPack = None,
     draft_length: options.DraftLength = None,
     logs: options.Logs = False,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decode_service.choice import choose_next
-from decode_service.drafts import build_draft
+from decode_service.drafts import build_drafts
 from decode_service.sampling import SamplingParams
 from decode_service.sequence import Sequence
 from shared.draft_pack import DraftPack
@@ -55,6 +55,20 @@ def test_drafts_without_a_model_need_no_pack_and_refuse_one(tiny_pack: TinyPack,
         DraftPack.open(draft, target.path, target)
 
 
+def test_auto_goes_without_a_pack_and_takes_a_copy_and_another_model_each_as_what_it_is(tiny_pack: TinyPack) -> None:
+    target = Pack.open(tiny_pack("bf16"))
+    assert DraftPack.open("auto", None, target) is None
+    copy, other, same_shape = (
+        DraftPack.open("auto", path, target)
+        for path in (tiny_pack("nf4"), tiny_pack("bf16", layers=2, seed=1), tiny_pack("nf4", seed=1))
+    )
+    assert copy is not None
+    assert other is not None
+    assert same_shape is not None
+    assert (copy.shares_kv, other.shares_kv, same_shape.shares_kv) == (True, False, False)
+    assert (copy.shares_outer, same_shape.shares_outer) == (True, False)
+
+
 @pytest.mark.parametrize("draft", ["self", "model"])
 def test_drafts_that_are_models_need_a_pack(tiny_pack: TinyPack, draft: str) -> None:
     with pytest.raises(ConfigurationError, match=f"draft {draft} needs a pack; give --draft-pack"):
@@ -83,6 +97,7 @@ def test_another_model_pays_for_its_own_keys_values_and_outer_weights(tiny_pack:
         ("self", "nf4", {}, "computes in another precision"),
         ("self", "fp32", {"layers": 2}, "is another model or"),
         ("model", "fp32", {"vocab": 384}, "has another tokenizer than the target"),
+        ("auto", "fp32", {"vocab": 384}, "has another tokenizer than the target"),
     ],
 )
 def test_a_pack_that_does_not_fit_is_refused_with_the_reason(
@@ -115,14 +130,24 @@ def test_a_draft_with_the_targets_own_weights_proposes_what_the_target_would_cho
     opened = Pack.open(path)
     target = Model(opened, everything(opened))
     target_kv = PagedKeyValues(opened.spec, target.dtype, BLOCKS)
-    draft = build_draft(kind, DraftPack.open(kind, path, opened), target, target_kv, BLOCKS)
+    steps: list[int] = []
+    opened_draft = DraftPack.open(kind, path, opened)
+    drafts = build_drafts(kind, opened_draft, target, target_kv, BLOCKS, lambda rows, elapsed_s: steps.append(rows))
+    draft = drafts.model
+    assert draft is not None
+    assert draft.kind == kind
+    assert drafts.lookup is None
     sequences = [
         sequence_of([5, 6, 7, 8, 9], outlet, [0, 3], **sampling),
         sequence_of([300 - number for number in range(20)], outlet, [1, 2, 5], **sampling),
     ]
     with torch.inference_mode():
         prefill(target, target_kv, sequences)
+        missing = [draft.missing(sequence) for sequence in sequences]
+        assert missing == ([1, 1] if kind == "self" else [5, 20])
         proposals = draft.propose(sequences, [4, 6])
+        assert steps == [sum(missing), 2, 2, 2, 1, 1]
+        assert [draft.missing(sequence) for sequence in sequences] == [1, 1]
         assert [len(proposal) for proposal in proposals] == [4, 6]
         for sequence, proposal in zip(sequences, proposals, strict=True):
             assert proposal == chosen_by(target, opened, sequence, len(proposal))
@@ -149,7 +174,8 @@ def chosen_by(target: Model, opened: Pack, sequence: Sequence, count: int) -> li
 def test_prompt_lookup_follows_each_sequence_as_it_grows(tiny_pack: TinyPack, outlet: Any) -> None:
     opened = Pack.open(tiny_pack("fp32"))
     target = Model(opened, everything(opened))
-    draft = build_draft("ngram", None, target, PagedKeyValues(opened.spec, target.dtype, 1), 1)
+    draft = build_drafts("ngram", None, target, PagedKeyValues(opened.spec, target.dtype, 1), 1).lookup
+    assert draft is not None
     first = sequence_of([5, 6, 7, 8, 5, 6], outlet, [])
     second = sequence_of([5, 6, 9], outlet, [])
     assert draft.propose([first, second], [2, 2]) == [[7, 8], []]

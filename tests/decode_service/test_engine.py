@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -16,7 +17,8 @@ from decode_service.sampling import SamplingParams
 from decode_service.scheduler import DecodeScheduler
 from decode_service.sequence import Sequence
 from decode_service.speculation.controller import DraftController
-from decode_service.speculation.draft import Draft, NoDraft
+from decode_service.speculation.draft import Drafts
+from decode_service.speculation.proposer import Proposer
 from decode_service.tables import BlockTables
 from decode_service.text.output import Emission, TextOutput
 from decode_service.text.stopping import StopConditions
@@ -69,7 +71,7 @@ class Engine:
 
 
 @asynccontextmanager
-async def engine_with(path: Path, draft: Draft) -> AsyncIterator[Engine]:
+async def engine_with(path: Path, drafts: Drafts) -> AsyncIterator[Engine]:
     """Runs until everything submitted has ended; then no block may be in use."""
     pack = Pack.open(path)
     model = Model(pack, everything(pack))
@@ -79,8 +81,8 @@ async def engine_with(path: Path, draft: Draft) -> AsyncIterator[Engine]:
         Identity(stage="decode", model_digest="", scheme="fp32", context_length=512, layers=4, budget_bytes=1)
     )
     kv = PagedKeyValues(pack.spec, model.dtype, BLOCKS)
-    controller = DraftController(LONGEST, LONGEST, rows_limit=1024)
-    engine = DecodeEngine(model, kv, draft, scheduler, telemetry, controller, 16)
+    proposer = Proposer(drafts, DraftController(LONGEST, LONGEST, rows_limit=1024))
+    engine = DecodeEngine(model, kv, proposer, scheduler, telemetry, 16)
     engine.start()
     try:
         yield Engine(pack, scheduler, telemetry, kv)
@@ -102,6 +104,8 @@ def expected(path: Path, sampling: SamplingParams) -> list[tuple[int, ...]]:
 
 class ScriptedDraft:
     """Proposes what a function of the sequence and the count says."""
+
+    kind: Literal["ngram"] = "ngram"
 
     def __init__(self, script: Callable[[Sequence, int], list[int]]) -> None:
         self._script = script
@@ -125,7 +129,7 @@ async def test_whatever_a_draft_proposes_the_answer_is_the_targets_own(
         coming = answer[sequence.generated_tokens :][: chance.randint(0, count)]
         return [token if chance.random() < 0.7 else chance.randrange(320) for token in coming]
 
-    async with engine_with(pack, ScriptedDraft(mostly_right)) as engine:
+    async with engine_with(pack, Drafts(ScriptedDraft(mostly_right))) as engine:
         sequences = [engine.submit(prompt, sampling) for prompt in PROMPTS]
         assert [await tokens_of(sequence) for sequence in sequences] == answers
         totals = engine.telemetry.totals
@@ -139,7 +143,7 @@ async def test_a_draft_that_is_always_right_makes_an_answer_take_few_passes(pack
     def right(sequence: Sequence, count: int) -> list[int]:
         return list(answer[sequence.generated_tokens :][:count])
 
-    async with engine_with(pack, ScriptedDraft(right)) as engine:
+    async with engine_with(pack, Drafts(ScriptedDraft(right))) as engine:
         sequence = engine.submit(PROMPTS[0], SAMPLED)
         assert await tokens_of(sequence) == answer
     after_the_first = len(answer) - 1
@@ -154,7 +158,7 @@ async def test_a_pass_that_fails_ends_its_sequences_with_the_error_and_the_next_
             raise ZeroDivisionError("a defect")
         return []
 
-    async with engine_with(pack, ScriptedDraft(broken)) as engine:
+    async with engine_with(pack, Drafts(ScriptedDraft(broken))) as engine:
         with pytest.raises(ZeroDivisionError):
             await tokens_of(engine.submit([200], SamplingParams()))
         healthy = await tokens_of(engine.submit(PROMPTS[3], SamplingParams()))
@@ -163,7 +167,7 @@ async def test_a_pass_that_fails_ends_its_sequences_with_the_error_and_the_next_
 
 
 async def test_closing_serves_everything_that_was_submitted(pack: Path) -> None:
-    async with engine_with(pack, NoDraft()) as engine:
+    async with engine_with(pack, Drafts()) as engine:
         sequences = [engine.submit(prompt, SamplingParams()) for prompt in PROMPTS]
     assert [await tokens_of(sequence) for sequence in sequences] == expected(pack, SamplingParams())
 
@@ -179,7 +183,7 @@ async def test_blocks_that_are_shared_are_never_written_again(pack: Path) -> Non
         seen.append((whole, engine.kv.keys[:, slots].numpy().tobytes() + engine.kv.values[:, slots].numpy().tobytes()))
         return [300] * count
 
-    async with engine_with(pack, ScriptedDraft(looking_on)) as engine:
+    async with engine_with(pack, Drafts(ScriptedDraft(looking_on))) as engine:
         for tail in ([9], [200, 201], [44] * 20):
             await tokens_of(engine.submit(head + tail, SamplingParams()))
     assert len(seen) > 10

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from decode_service.drafts import build_draft
+from decode_service.drafts import build_drafts
 from decode_service.engine import DecodeEngine
 from decode_service.prefill_client import PrefillClient
 from decode_service.prompts import LocalPrefill, Prompts
@@ -20,6 +20,7 @@ from decode_service.scheduler import DecodeScheduler
 from decode_service.scoring import Scoring
 from decode_service.servicer import DecodeServicer
 from decode_service.speculation.controller import DraftController
+from decode_service.speculation.proposer import Proposer
 from decode_service.tables import BlockTables
 from decode_service.text.tokenizer import Tokenizer
 from headrace.client import AsyncClient
@@ -35,6 +36,7 @@ from shared.config import Address
 from shared.draft_pack import DraftPack
 from shared.kv.layout import layout_of
 from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues
+from shared.limits import LONGEST_DRAFT
 from shared.metrics import Gauges, Identity, Telemetry
 from shared.model.model import Model
 from shared.pack.reader import Pack
@@ -171,7 +173,7 @@ async def decode_replica(
     residency: Callable[[Pack], Residency] = everything,
     draft: str = "none",
     draft_pack: Path | None = None,
-    draft_length: int = 4,
+    draft_length: int | None = 4,
     batch: int = 16,
     kv_blocks: int = 1024,
     overcommit: float = 1.5,
@@ -182,11 +184,17 @@ async def decode_replica(
     short_prompt: int = 16,
     pass_tokens: int = 512,
 ) -> AsyncIterator[Decode]:
-    """Serves a pack's decode, with those prefill replicas, while the context is open; without any it is colocated."""
+    """Serves a pack's decode, with those prefill replicas, while the context is open; without any it is colocated.
+
+    Args:
+        draft_length: fixed; None leaves it to the controller.
+    """
     pack = Pack.open(path)
     model = Model(pack, residency(pack))
     kv = PagedKeyValues(pack.spec, model.dtype, kv_blocks)
-    built = build_draft(draft, DraftPack.open(draft, draft_pack, pack), model, kv, kv_blocks)
+    controller = DraftController(draft_length or 0, draft_length or LONGEST_DRAFT, rows_limit=1024)
+    opened = DraftPack.open(draft, draft_pack, pack)
+    proposer = Proposer(build_drafts(draft, opened, model, kv, kv_blocks, controller.draft_passed), controller)
     tables = BlockTables(
         BlockPool(kv_blocks, BLOCK_TOKENS),
         pack.manifest.model_digest,
@@ -198,7 +206,7 @@ async def decode_replica(
         batch_limit=batch,
         queue_limit=queue_limit,
         unread_limit=unread_limit,
-        draft_tokens=draft_length if draft != "none" else 0,
+        draft_tokens=0 if draft == "none" else draft_length or LONGEST_DRAFT,
         on_preempted=lambda: telemetry.add(preemptions=1),
     )
     gauges = Gauges(
@@ -219,8 +227,7 @@ async def decode_replica(
     reader, digest = _reader(pack), pack.manifest.model_digest
     scoring = Scoring(reader, prefill if prefills else None, digest)
     servicer = DecodeServicer(reader, scheduler, prompts, telemetry, digest, scoring)
-    controller = DraftController(draft_length, draft_length, rows_limit=1024)
-    engine = DecodeEngine(model, kv, built, scheduler, telemetry, controller, pass_tokens)
+    engine = DecodeEngine(model, kv, proposer, scheduler, telemetry, pass_tokens)
     service = Service(
         name="headrace.v1.DecodeService",
         register=lambda server: decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server),

@@ -24,7 +24,7 @@ Answer = tuple[int, ...]
 
 @pytest.mark.parametrize(
     ("draft", "repetition_penalty"),
-    [("none", 1.0), ("ngram", 1.0), ("truncated", 1.0), ("truncated", REPETITION_PENALTY)],
+    [("none", 1.0), ("ngram", 1.0), ("truncated", 1.0), ("truncated", REPETITION_PENALTY), ("auto", 1.0)],
 )
 async def test_draws_through_the_services_fit_the_exact_probabilities_of_whole_answers(
     endless_checkpoint: Path,
@@ -34,9 +34,10 @@ async def test_draws_through_the_services_fit_the_exact_probabilities_of_whole_a
     repetition_penalty: float,
 ) -> None:
     prompt = prompt_with_lookups(endless_checkpoint)
-    drafting: dict[str, Any] = (
-        {"draft": "model", "draft_pack": truncated_pack("fp32")} if draft == "truncated" else {"draft": draft}
-    )
+    drafting: dict[str, Any] = {
+        "truncated": {"draft": "model", "draft_pack": truncated_pack("fp32")},
+        "auto": {"draft": "auto", "draft_pack": truncated_pack("fp32"), "draft_length": None},
+    }.get(draft, {"draft": draft})
     request = {"token_ids": prompt, "max_tokens": TOKENS, "temperature": 1.0, "top_k": TOP_K}
     request |= {"repetition_penalty": repetition_penalty}
     async with services(endless_pack, **drafting) as decode:

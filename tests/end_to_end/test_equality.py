@@ -34,7 +34,7 @@ SHAPING: dict[str, Any] = {
 
 Placement = Callable[[Pack], Residency]
 PLACEMENTS = pytest.mark.parametrize("residency", [everything, quarter], ids=["resident", "streamed"])
-DRAFTS = pytest.mark.parametrize("draft", ["none", "ngram", "truncated", "stranger"])
+DRAFTS = pytest.mark.parametrize("draft", ["none", "ngram", "truncated", "stranger", "auto"])
 
 
 def greedy_requests(prompts: list[list[int]]) -> list[dict[str, Any]]:
@@ -94,6 +94,8 @@ def shaped(target_pack: SchemePack, prompts: list[list[int]]) -> list[tuple[int,
 @pytest.fixture
 def drafting(draft: str, truncated_pack: SchemePack, stranger_pack: SchemePack) -> dict[str, Any]:
     """Options that make a decode service draft so."""
+    if draft == "auto":
+        return {"draft": draft, "draft_pack": truncated_pack("fp32")}
     packs = {"truncated": truncated_pack, "stranger": stranger_pack}
     return {"draft": "model", "draft_pack": packs[draft]("fp32")} if draft in packs else {"draft": draft}
 

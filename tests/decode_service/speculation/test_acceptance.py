@@ -6,6 +6,7 @@ Proved on a model small enough to enumerate: every sequence's probability is kno
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,8 +14,13 @@ import pytest
 
 from decode_service.choice import choose_next
 from decode_service.sampling import SamplingParams
+from decode_service.sequence import Sequence as Running
 from decode_service.shaping import Shaping, shaped_logits
 from decode_service.speculation.acceptance import accept
+from decode_service.speculation.controller import DraftController
+from decode_service.speculation.draft import DraftKind, Drafts
+from decode_service.speculation.ngram_draft import NgramDraft
+from decode_service.speculation.proposer import Proposer
 from tests.decode_service.chi_square import require_fit
 
 VOCABULARY = 3
@@ -102,7 +108,57 @@ def late_difference(tokens: tuple[int, ...], params: SamplingParams, length: int
     return [*draft[:-1], (draft[-1] + 1) % VOCABULARY] if draft else []
 
 
-DRAFTS = [adversarial, random_draft, perfect, other_model, constant, late_difference]
+class OtherModel:
+    """`other_model` as a draft that takes passes."""
+
+    kind: DraftKind = "model"
+
+    def missing(self, sequence: Running) -> int:
+        return 1
+
+    def propose(self, sequences: list[Running], counts: list[int]) -> list[list[int]]:
+        return [
+            other_model(tuple(sequence.tokens), sequence.sampling, count)
+            for sequence, count in zip(sequences, counts, strict=True)
+        ]
+
+
+class Auto:
+    """Lookups and another model, chosen between by the real controller, to which costs of any size are reported."""
+
+    __name__ = "auto"
+
+    def __init__(self) -> None:
+        self._random = random.Random(5)
+        self._controller = DraftController(0, 3, rows_limit=100)
+        self._proposer = Proposer(Drafts(NgramDraft(), OtherModel()), self._controller)
+        self._sequence = self._begin(SamplingParams())
+
+    def __call__(self, tokens: tuple[int, ...], params: SamplingParams, length: int) -> list[int]:
+        if tokens == PROMPT:
+            self._sequence = self._begin(params)
+        else:
+            before = len(self._sequence.tokens)
+            self._sequence.tokens += tokens[before:]
+            self._proposer.verified(self._sequence, tokens[before:])
+        self._controller.draft_passed(1, self._random.random())
+        self._proposer.passed(self._random.randint(1, 4), self._random.random())
+        return self._proposer.propose([self._sequence], [length])[0]
+
+    def _begin(self, params: SamplingParams) -> Running:
+        return Running(
+            request_id="",
+            tokens=list(PROMPT),
+            prompt_tokens=len(PROMPT),
+            max_tokens=STEPS,
+            sampling=params,
+            output=None,  # type: ignore[arg-type]  # nothing is written here
+            outlet=None,  # type: ignore[arg-type]
+            on_admitted=lambda: None,
+        )
+
+
+DRAFTS = [adversarial, random_draft, perfect, other_model, constant, late_difference, Auto()]
 
 
 def without_draft(params: SamplingParams) -> tuple[int, ...]:

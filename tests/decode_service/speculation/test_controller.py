@@ -1,28 +1,33 @@
-"""The draft controller finds the length that pays, from what it measures."""
+"""The draft controller finds the source and the length that pay, from what it measures."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from decode_service.sampling import SamplingParams
 from decode_service.sequence import Sequence
-from decode_service.speculation.controller import Acceptance, Costs, DraftController, expected_tokens
+from decode_service.speculation.candidate import Candidate, Choice, Source
+from decode_service.speculation.controller import PROBE_PASSES, DraftController
+from decode_service.speculation.estimates import SINGLE_TRUST, Acceptance, Costs, expected_tokens
 from shared.outlet import Outlet
 
 LONGEST = 12
+FOREVER = 10**6
 
 
-def sequence() -> Sequence:
+def sequence(max_tokens: int = FOREVER) -> Sequence:
     async def make() -> Sequence:
         return Sequence(
             request_id="r",
             tokens=[1],
             prompt_tokens=1,
-            max_tokens=10**6,
+            max_tokens=max_tokens,
             sampling=SamplingParams(),
             output=None,  # type: ignore[arg-type]  # nothing is written here
             outlet=Outlet(),
@@ -33,54 +38,99 @@ def sequence() -> Sequence:
 
 
 class Machine:
-    """A machine with known costs and sequences with a known acceptance, on which a controller works."""
+    """A machine with known costs, and sequences whose sources have a known acceptance."""
 
-    def __init__(self, *, count: int, acceptance: float, step_s: float, pass_s: Any) -> None:
-        self.acceptance, self.step_s, self.pass_s = acceptance, step_s, pass_s
+    def __init__(
+        self,
+        *,
+        count: int,
+        step_s: float,
+        pass_s: Callable[[float], float],
+        acceptance: float | None = None,
+        lookup: float | None = None,
+        matches: float = 1.0,
+    ) -> None:
+        """
+        Args:
+            acceptance: of the draft's model; None: there is none.
+            lookup: of what is looked up; None: nothing is.
+            matches: share of passes in which a sequence finds something.
+        """
+        self.rates = {Source.MODEL: acceptance, Source.LOOKUP: lookup}
+        self.step_s, self.pass_s, self.matches = step_s, pass_s, matches
         self.sequences = [sequence() for _ in range(count)]
         self.random = random.Random(3)
+        self.sources: list[Source] = []
 
     def run(self, controller: DraftController, passes: int) -> float:
         """Tokens a second over so many passes."""
-        tokens, elapsed_s, count = 0, 0.0, len(self.sequences)
+        self.sources = []
+        tokens, elapsed_s = 0, 0.0
         for _ in range(passes):
-            length = controller.length(self.sequences)
-            draft_s, pass_s = length * self.step_s, self.pass_s(count * (length + 1))
-            controller.drafted(count, length, draft_s)
-            controller.passed(count * (length + 1), pass_s)
-            elapsed_s += draft_s + pass_s
-            for each in self.sequences:
-                accepted = self.accepted(length)
-                controller.verified(each, length, accepted)
-                tokens += accepted + 1
+            candidates = [self.candidate(each) for each in self.sequences]
+            choices = controller.choose(candidates)
+            steps = max((choice.length for choice in choices if choice.source is Source.MODEL), default=0)
+            rows = len(candidates) + sum(choice.length for choice in choices)
+            for _ in range(steps):
+                controller.draft_passed(len(candidates), self.step_s)
+            controller.passed(rows, self.pass_s(rows))
+            elapsed_s += steps * self.step_s + self.pass_s(rows)
+            for candidate, choice in zip(candidates, choices, strict=True):
+                tokens += 1 + self.judged(controller, candidate, choice)
+                self.sources.append(choice.source)
         return tokens / elapsed_s
 
-    def accepted(self, length: int) -> int:
-        return next((i for i in range(length) if self.random.random() > self.acceptance), length)
+    def candidate(self, each: Sequence) -> Candidate:
+        found = self.rates[Source.LOOKUP] is not None and self.random.random() < self.matches
+        missing = 0 if self.rates[Source.MODEL] is None else 1
+        return Candidate(sequence=each, room=LONGEST, looked_up=LONGEST if found else 0, missing=missing)
+
+    def judged(self, controller: DraftController, candidate: Candidate, choice: Choice) -> int:
+        """Draft tokens accepted; a lookup that was not used is judged as far as the text went."""
+        accepted = self.accepted(choice.source, choice.length)
+        controller.verified(candidate.sequence, choice.source, choice.length, accepted)
+        if candidate.looked_up and choice.source is not Source.LOOKUP:
+            seen = accepted + 1
+            controller.verified(candidate.sequence, Source.LOOKUP, seen, self.accepted(Source.LOOKUP, seen))
+        return accepted
+
+    def accepted(self, source: Source, length: int) -> int:
+        rate = self.rates.get(source) or 0.0
+        return next((place for place in range(length) if self.random.random() > rate), length)
 
     def best_rate(self) -> float:
-        """The expected rate of the best fixed length."""
-        count = len(self.sequences)
+        """The expected rate of the best fixed lengths, with the model asked where nothing is found, or always."""
+        model, lookup = self.rates[Source.MODEL], self.rates[Source.LOOKUP]
+        found = self.matches if lookup is not None else 0.0
         return max(
-            count
-            * expected_tokens(self.acceptance, length)
-            / (length * self.step_s + self.pass_s(count * (length + 1)))
-            for length in range(LONGEST + 1)
+            self.rate(found * looks, 0 if lookup is None else looked_up, 0 if model is None else steps)
+            for looked_up, steps, looks in itertools.product(range(LONGEST + 1), range(LONGEST + 1), (True, False))
         )
 
+    def rate(self, found: float, looked_up: int, steps: int) -> float:
+        count = len(self.sequences)
+        tokens = found * expected_tokens(self.rates[Source.LOOKUP] or 0.0, looked_up)
+        tokens = tokens + (1 - found) * expected_tokens(self.rates[Source.MODEL] or 0.0, steps)
+        rows = count * (1 + found * looked_up + (1 - found) * steps)
+        asked = 1 - found**count
+        return float(count * tokens) / (asked * steps * self.step_s + self.pass_s(rows))
 
-@pytest.mark.parametrize("count", [1, 8])
-@pytest.mark.parametrize("acceptance", [0.05, 0.5, 0.88, 0.97])
-@pytest.mark.parametrize(
+
+COSTS = pytest.mark.parametrize(
     ("step_s", "pass_s"),
     [
         (0.05, lambda rows: 1.2),  # streamed: a pass costs the same whatever it verifies
-        (0.0, lambda rows: 0.01 + 0.0002 * rows),  # n-grams on resident weights
+        (0.0, lambda rows: 0.01 + 0.0002 * rows),  # a free draft on resident weights
         (0.01, lambda rows: 0.02 + 0.001 * rows),  # a draft model beside resident weights
         (0.03, lambda rows: 0.005 * rows),  # arithmetic-bound: every row costs
     ],
     ids=["streamed", "free draft", "resident", "arithmetic-bound"],
 )
+
+
+@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("acceptance", [0.05, 0.5, 0.88, 0.97])
+@COSTS
 def test_it_comes_close_to_the_best_fixed_length(count: int, acceptance: float, step_s: float, pass_s: Any) -> None:
     machine = Machine(count=count, acceptance=acceptance, step_s=step_s, pass_s=pass_s)
     controller = DraftController(0, LONGEST, rows_limit=1024)
@@ -88,21 +138,94 @@ def test_it_comes_close_to_the_best_fixed_length(count: int, acceptance: float, 
     assert machine.run(controller, 1500) > 0.9 * machine.best_rate()
 
 
-def test_where_a_draft_does_not_pay_it_stops_but_for_a_rare_probe() -> None:
-    machine = Machine(count=4, acceptance=0.02, step_s=0.03, pass_s=lambda rows: 0.005 * rows)
+@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize(
+    ("acceptance", "lookup", "matches"), [(0.88, 0.1, 0.9), (0.3, 0.1, 0.9), (0.88, 0.6, 0.5), (0.3, 0.95, 0.5)]
+)
+@COSTS
+def test_with_lookups_and_a_model_it_comes_close_to_the_best_fixed_plan(
+    count: int, acceptance: float, lookup: float, matches: float, step_s: float, pass_s: Any
+) -> None:
+    machine = Machine(count=count, acceptance=acceptance, lookup=lookup, matches=matches, step_s=step_s, pass_s=pass_s)
+    controller = DraftController(0, LONGEST, rows_limit=1024)
+    machine.run(controller, 400)  # every cost has been confirmed by now
+    found = machine.run(controller, 500)
+    assert found > 0.9 * machine.best_rate()
+    assert found > 0.97 * machine.rate(0.0, 0, 0), "no speculation at all"
+
+
+def test_the_better_source_is_used_for_each_sequence() -> None:
+    machine = Machine(count=1, acceptance=0.9, lookup=0.2, step_s=0.05, pass_s=lambda rows: 1.2)
+    machine.run(controller := DraftController(0, LONGEST, rows_limit=1024), 50)
+    machine.run(controller, 100)
+    assert machine.sources.count(Source.MODEL) > 90
+    machine.rates[Source.LOOKUP] = 0.97
+    machine.run(controller, 100)
+    machine.run(controller, 100)
+    assert machine.sources.count(Source.LOOKUP) > 90, "what is looked up is judged even while it is not used"
+
+
+@pytest.mark.parametrize("lookup", [None, 0.0])
+def test_a_model_that_does_not_pay_is_not_asked_but_for_a_rare_probe(lookup: float | None) -> None:
+    machine = Machine(count=4, acceptance=0.02, lookup=lookup, step_s=0.03, pass_s=lambda rows: 0.005 * rows)
     controller = DraftController(0, LONGEST, rows_limit=1024)
     machine.run(controller, 100)
-    lengths = [controller.length(machine.sequences) for _ in range(300)]
-    assert lengths.count(0) > 0.95 * len(lengths)
-    assert 0 < sum(lengths) < 10
+    machine.run(controller, passes := 300)
+    assert 0 < machine.sources.count(Source.MODEL) <= 4 * (passes // PROBE_PASSES + 1)
+    assert machine.sources.count(Source.NOTHING) > 0.95 * 4 * passes
+
+
+def test_a_copy_of_a_resident_target_that_costs_what_the_target_does_is_left_alone() -> None:
+    machine = Machine(count=1, acceptance=0.8, lookup=0.9, matches=0.3, step_s=0.009, pass_s=lambda rows: 0.01)
+    controller = DraftController(0, LONGEST, rows_limit=1024)
+    machine.run(controller, 100)
+    rate = machine.run(controller, 500)
+    assert machine.sources.count(Source.MODEL) < 0.03 * 500
+    assert machine.sources.count(Source.LOOKUP) > 100
+    assert rate > 1.5 * machine.rate(0.0, 0, 0)
 
 
 def test_a_fixed_length_is_kept_within_the_limit_of_rows() -> None:
     controller = DraftController(5, 5, rows_limit=24)
-    assert controller.length([sequence()]) == 5
-    assert controller.length([sequence() for _ in range(8)]) == 2, "8 x (2 + 1) = 24 rows"
-    assert controller.length([sequence() for _ in range(30)]) == 0
-    assert controller.length([]) == 0
+
+    def lengths(count: int, beside: tuple[int, ...] = ()) -> list[int]:
+        candidates = [Candidate(sequence=sequence(), room=9, looked_up=9) for _ in range(count)]
+        return [choice.length for choice in controller.choose(candidates, beside)]
+
+    assert lengths(1) == [5]
+    assert lengths(8) == [2] * 8, "8 x (2 + 1) = 24 rows"
+    assert lengths(8, beside=(40,)) == [1] * 8, "one more row is needed by somebody else"
+    assert lengths(30) == [0] * 30
+    assert lengths(0) == []
+
+
+def test_no_more_is_asked_for_than_there_is_room_and_nothing_of_nobody() -> None:
+    controller = DraftController(6, 6, rows_limit=1024)
+    candidates = [
+        Candidate(sequence=sequence(), room=9, looked_up=2),
+        Candidate(sequence=sequence(), room=3, missing=1),
+        Candidate(sequence=sequence(), room=0, missing=1),
+        Candidate(sequence=sequence(), room=9),
+    ]
+    assert [(choice.source, choice.length) for choice in controller.choose(candidates)] == [
+        (Source.LOOKUP, 2),
+        (Source.MODEL, 3),
+        (Source.NOTHING, 0),
+        (Source.NOTHING, 0),
+    ]
+
+
+@pytest.mark.parametrize(("max_tokens", "asks"), [(20, False), (2000, True)])
+def test_a_model_takes_in_a_long_prompt_only_where_enough_tokens_may_follow(max_tokens: int, asks: bool) -> None:
+    controller = DraftController(0, LONGEST, rows_limit=1024)
+    for rows, elapsed_s in ((1, 0.002), (512, 0.5)):
+        for _ in range(2):
+            controller.draft_passed(rows, elapsed_s)
+    for rows in (1, 2, 4, 8, 16):
+        for _ in range(2):
+            controller.passed(rows, 0.02)
+    candidate = Candidate(sequence=sequence(max_tokens), room=LONGEST, missing=2000)
+    assert (controller.choose([candidate])[0].source is Source.MODEL) == asks
 
 
 def test_estimates_follow_what_is_measured() -> None:
@@ -120,3 +243,15 @@ def test_estimates_follow_what_is_measured() -> None:
     costs.add(64, 4.0)
     assert (costs.of(24), costs.of(124)) == (2.0, 7.0)
     assert expected_tokens(0.5, 2) == 1 + 0.5 + 0.25
+
+
+def test_a_size_that_was_slow_once_is_tried_again_and_one_that_is_slow_is_remembered() -> None:
+    costs = Costs()
+    costs.add(16, 9.0)
+    costs.add(16, 9.0)
+    costs.add(256, 99.0)
+    for _ in range(SINGLE_TRUST):
+        costs.add(1, 1.0)
+    assert costs.of(16) == 9.0
+    assert costs.of(256) < 99.0 + 9.0 * 256
+    assert costs.of(256) == pytest.approx(1.0 + 8.0 / 15 * 255), "as if it had never been measured"

@@ -1,0 +1,99 @@
+"""Brings drafts and controller together: what each sequence proposes in a pass, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as AnySequence
+from dataclasses import dataclass
+
+from decode_service.sequence import Sequence
+from decode_service.speculation.candidate import Candidate, Choice, Source
+from decode_service.speculation.controller import DraftController
+from decode_service.speculation.draft import Drafts
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """The current pass of one sequence."""
+
+    looked_up: list[int]
+    """Judged whatever was proposed: it costs nothing, and tells how good lookups are here."""
+    computed: list[int]
+    """What the draft's model proposed."""
+
+
+class Proposer:
+    """Proposes, and learns from what is accepted. Used by the engine's thread."""
+
+    def __init__(self, drafts: Drafts, controller: DraftController) -> None:
+        self._drafts = drafts
+        self._controller = controller
+        self._tried: dict[Sequence, _Tried] = {}
+
+    def propose(
+        self, sequences: list[Sequence], rooms: AnySequence[int], beside: AnySequence[int] = ()
+    ) -> list[list[int]]:
+        """Draft tokens to follow each sequence in the next pass.
+
+        Args:
+            rooms: most tokens for each of them.
+            beside: how many tokens each of the other sequences in that pass brings.
+        """
+        rooms = [max(0, min(room, self._controller.longest)) for room in rooms]
+        found = self._look_up(sequences, rooms)
+        model = self._drafts.model
+        candidates = [
+            Candidate(
+                sequence=sequence,
+                room=room,
+                looked_up=len(tokens),
+                missing=model.missing(sequence) if model else 0,
+            )
+            for sequence, room, tokens in zip(sequences, rooms, found, strict=True)
+        ]
+        choices = self._controller.choose(candidates, beside)
+        computed = self._compute(sequences, choices)
+        self._tried = {
+            sequence: _Tried(tokens, computed.get(sequence, []))
+            for sequence, tokens in zip(sequences, found, strict=True)
+        }
+        return [
+            tokens[: choice.length] if choice.source is Source.LOOKUP else computed.get(sequence, [])
+            for sequence, choice, tokens in zip(sequences, choices, found, strict=True)
+        ]
+
+    def verified(self, sequence: Sequence, chosen: AnySequence[int]) -> None:
+        """The target's own choices after a sequence: as many as were accepted, and one more."""
+        tried = self._tried.pop(sequence, None)
+        if tried is None:
+            return
+        for source, tokens in ((Source.LOOKUP, tried.looked_up), (Source.MODEL, tried.computed)):
+            compared = min(len(tokens), len(chosen))
+            self._controller.verified(sequence, source, compared, _agreed(tokens, chosen))
+
+    def passed(self, rows: int, elapsed_s: float) -> None:
+        """The target's pass over so many tokens took that long."""
+        self._controller.passed(rows, elapsed_s)
+
+    def _look_up(self, sequences: list[Sequence], rooms: list[int]) -> list[list[int]]:
+        lookup = self._drafts.lookup
+        return lookup.propose(sequences, rooms) if lookup else [[] for _ in sequences]
+
+    def _compute(self, sequences: list[Sequence], choices: list[Choice]) -> dict[Sequence, list[int]]:
+        """What the draft's model proposes, for those that it is asked for."""
+        counts = {
+            sequence: choice.length
+            for sequence, choice in zip(sequences, choices, strict=True)
+            if choice.source is Source.MODEL
+        }
+        if not counts or self._drafts.model is None:
+            return {}
+        proposals = self._drafts.model.propose(list(counts), list(counts.values()))
+        return dict(zip(counts, proposals, strict=True))
+
+
+def _agreed(tokens: AnySequence[int], chosen: AnySequence[int]) -> int:
+    """Leading tokens that are the same."""
+    return next(
+        (place for place, (ours, theirs) in enumerate(zip(tokens, chosen, strict=False)) if ours != theirs),
+        min(len(tokens), len(chosen)),
+    )

@@ -1,0 +1,92 @@
+"""The proposer asks whom the controller chooses, and tells it what every source would have been good for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from decode_service.sampling import SamplingParams
+from decode_service.sequence import Sequence
+from decode_service.speculation.candidate import Source
+from decode_service.speculation.controller import DraftController
+from decode_service.speculation.draft import DraftKind, Drafts
+from decode_service.speculation.ngram_draft import NgramDraft
+from decode_service.speculation.proposer import Proposer
+
+LONGEST = 4
+
+
+@dataclass
+class Counting:
+    """A model that goes on with 50, 51, 52 …; remembers what it was asked for."""
+
+    kind: DraftKind = "model"
+    asked: list[tuple[list[Sequence], list[int]]] = field(default_factory=list)
+
+    def missing(self, sequence: Sequence) -> int:
+        return 1
+
+    def propose(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
+        self.asked.append((sequences, counts))
+        return [list(range(50, 50 + count)) for count in counts]
+
+
+class Listening(DraftController):
+    """A controller that remembers what it was told of proposals."""
+
+    def __init__(self) -> None:
+        super().__init__(LONGEST, LONGEST, rows_limit=100)
+        self.told: list[tuple[Source, int, int]] = []
+
+    def verified(self, sequence: Sequence, source: Source, proposed: int, accepted: int) -> None:
+        self.told.append((source, proposed, accepted))
+        super().verified(sequence, source, proposed, accepted)
+
+
+def sequence(*tokens: int) -> Sequence:
+    return Sequence(
+        request_id="",
+        tokens=list(tokens),
+        prompt_tokens=len(tokens),
+        max_tokens=100,
+        sampling=SamplingParams(),
+        output=None,  # type: ignore[arg-type]  # nothing is written here
+        outlet=None,  # type: ignore[arg-type]
+        on_admitted=lambda: None,
+    )
+
+
+def test_the_model_is_asked_where_no_lookup_has_found_anything() -> None:
+    model, quoting, new = Counting(), sequence(7, 8, 9, 7, 8), sequence(1, 2, 3)
+    proposer = Proposer(Drafts(NgramDraft(), model), DraftController(LONGEST, LONGEST, rows_limit=100))
+    assert proposer.propose([quoting, new], [9, 3]) == [[9, 7, 8, 9], [50, 51, 52]]
+    assert model.asked == [([new], [3])]
+    assert proposer.propose([], []) == []
+    assert proposer.propose([new], [0]) == [[]]
+    assert len(model.asked) == 1
+
+
+def test_a_lookup_is_judged_as_far_as_the_text_went_even_where_the_model_proposed() -> None:
+    controller, quoting = Listening(), sequence(7, 8, 9, 7, 8)
+    for _ in range(20):
+        controller.verified(quoting, Source.LOOKUP, 1, 0)
+    controller.told.clear()
+    proposer = Proposer(Drafts(NgramDraft(), Counting()), controller)
+    assert proposer.propose([quoting], [9]) == [[50, 51, 52, 53]], "lookups have failed here again and again"
+    proposer.verified(quoting, [50, 51, 9])
+    assert controller.told == [(Source.LOOKUP, 3, 0), (Source.MODEL, 3, 2)]
+    controller.told.clear()
+    proposer.verified(quoting, [50])
+    assert controller.told == [], "each proposal is judged once"
+
+
+def test_a_lookup_that_the_text_confirms_throughout_counts_no_failure() -> None:
+    controller, quoting = Listening(), sequence(7, 8, 9, 7, 8)
+    proposer = Proposer(Drafts(NgramDraft()), controller)
+    assert proposer.propose([quoting], [2]) == [[9, 7]]
+    proposer.verified(quoting, [9, 7, 3])
+    assert controller.told == [(Source.LOOKUP, 2, 2), (Source.MODEL, 0, 0)]
+
+
+def test_without_any_draft_nothing_is_proposed() -> None:
+    proposer = Proposer(Drafts(), DraftController(0, LONGEST, rows_limit=100))
+    assert proposer.propose([sequence(1, 1, 1, 1)], [9]) == [[]]
