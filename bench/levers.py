@@ -202,7 +202,7 @@ def service_options(levers: Levers, arguments: argparse.Namespace, shape: Shape,
     """The command line of a row's service."""
     context = 2 * shape.prompt_tokens + shape.output_tokens
     options = ["--batch", str(at_once), "--context-length", str(context)]
-    options += ["--prefix-cache", "on" if levers.kv else "off"] + ([] if levers.kv else ["--overcommit", "1.0"])
+    options += ["--share-prefixes", "on" if levers.kv else "off"] + ([] if levers.kv else ["--overcommit", "1.0"])
     if not levers.speculation:
         return [*options, "--draft", "none"]
     return [*options, "--draft", "self", "--draft-pack", arguments.copy] if arguments.copy else options
