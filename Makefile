@@ -28,7 +28,7 @@ MANIFESTS := $(addsuffix /manifest.json,$(sort $(PACK) $(DRAFT_PACK)))
 PROTOS := $(wildcard protos/headrace/v1/*.proto)
 GENERATE = $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTOS)
 
-.PHONY: help run test test-slow check fix protos clean
+.PHONY: help run test test-slow check fix protos docs clean
 
 help:
 	@echo "make run        install, pack the default model, serve it, and answer $(REPORTS)"
@@ -37,6 +37,7 @@ help:
 	@echo "make check      formatting, lint, types, protos, import rules; changes nothing"
 	@echo "make fix        what of that can be fixed"
 	@echo "make protos     generate headrace/v1 from protos/"
+	@echo "make docs       generate docs/api.md from protos/"
 	@echo "make clean      remove everything that was made here"
 
 run: $(MANIFESTS)
@@ -64,6 +65,8 @@ check: $(DEVELOPMENT)
 	@$(call GENERATE,build/generated)
 	@diff --recursive --exclude=__pycache__ --exclude=__init__.py build/generated/headrace/v1 headrace/v1 \
 		|| { echo "headrace/v1 is not what protos/ says; run: make protos" >&2; exit 1; }
+	@$(BIN)/python docs/api_from_protos.py build/api.md
+	@diff build/api.md docs/api.md || { echo "docs/api.md is not what protos/ says; run: make docs" >&2; exit 1; }
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest --quiet tests/test_import_rules.py
 
@@ -75,6 +78,9 @@ fix: $(DEVELOPMENT)
 protos: $(DEVELOPMENT)
 	@rm -f headrace/v1/*_pb2*
 	@$(call GENERATE,.)
+
+docs: $(DEVELOPMENT)
+	@$(BIN)/python docs/api_from_protos.py
 
 clean:
 	@rm -rf $(VENV) build out .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
