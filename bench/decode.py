@@ -156,7 +156,7 @@ def run_case(pack: Pack, case: Case, arguments: argparse.Namespace, texts: dict[
 
 def _service_arguments(case: Case, arguments: argparse.Namespace) -> list[str]:
     options = ["--batch", str(case.batch), "--draft", case.draft, "--context-length", str(arguments.context_length)]
-    if case.draft == "self":
+    if case.draft == "self" or (case.draft == "auto" and arguments.self_pack):
         options += ["--draft-pack", arguments.self_pack]
     if arguments.draft_length:
         options += ["--draft-length", str(arguments.draft_length)]
@@ -300,7 +300,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("pack", nargs="?")
-    add("--self-pack", help="a low-bit pack of the same model, for the draft `self`")
+    add("--self-pack", help="a low-bit pack of the same model, for the drafts `self` and `auto`")
     add("--memory", default="2GiB", help="one budget or more, as in 2GiB,8GiB")
     add("--drafts", default="none,ngram")
     add("--draft-length", type=int, help="fixed; otherwise what pays")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from decode_service.speculation.draft import Drafts
 from decode_service.speculation.model_draft import ModelDraft
 from decode_service.speculation.ngram_draft import NgramDraft
@@ -14,19 +12,13 @@ from shared.streaming.plan import Residency
 
 
 def build_drafts(
-    draft: str,
-    draft_pack: DraftPack | None,
-    target: Model,
-    target_kv: PagedKeyValues,
-    kv_blocks: int,
-    on_pass: Callable[[int, float], None] = lambda rows, elapsed_s: None,
+    draft: str, draft_pack: DraftPack | None, target: Model, target_kv: PagedKeyValues, kv_blocks: int
 ) -> Drafts:
     """Loads what the draft needs.
 
     Args:
         draft: one of `shared.draft_pack.DRAFTS`.
         draft_pack: of the draft's model, where it has one.
-        on_pass: told the tokens and the seconds of each pass of the draft's model.
     """
     lookup = NgramDraft() if draft in ("ngram", "auto") else None
     if draft_pack is None:
@@ -35,4 +27,4 @@ def build_drafts(
     everything = Residency(frozenset(range(pack.spec.layers)), slots=0)
     model = Model(pack, everything, outer=target.outer if draft_pack.shares_outer else None)
     kv = target_kv if draft_pack.shares_kv else PagedKeyValues(pack.spec, model.dtype, kv_blocks)
-    return Drafts(lookup, ModelDraft(model, kv, shares_target_kv=draft_pack.shares_kv, on_pass=on_pass))
+    return Drafts(lookup, ModelDraft(model, kv, shares_target_kv=draft_pack.shares_kv))

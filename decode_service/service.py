@@ -24,8 +24,9 @@ from decode_service.text.tokenizer import Tokenizer
 from headrace.v1 import decode_pb2_grpc
 from shared.blocks import BlockPool
 from shared.budget import log_plan, measured_runtime_bytes
-from shared.demand import DecodeSettings, decode_demand
+from shared.demand import DecodeSettings
 from shared.draft_pack import DRAFTS, DraftPack
+from shared.draft_plan import plan_decode
 from shared.kv.layout import layout_of
 from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues
 from shared.limits import DECODE_BATCH, LOCAL_PASS_TOKENS, LONGEST_DRAFT, OVERCOMMIT
@@ -34,7 +35,6 @@ from shared.model.model import Model
 from shared.options import positive, run_service, server_options, service_parser
 from shared.pack.reader import Pack
 from shared.server import Service, run_server
-from shared.streaming.plan import plan_memory
 
 log = logging.getLogger("decode_service")
 
@@ -82,12 +82,13 @@ async def serve(arguments: argparse.Namespace) -> None:
     if arguments.show_runtime:
         print(runtime_bytes)
         return
-    plan = plan_memory(arguments.memory_bytes, decode_demand(pack, draft_pack, settings, runtime_bytes))
+    plan, used_pack = plan_decode(arguments.memory_bytes, pack, arguments.draft, draft_pack, settings, runtime_bytes)
+    if used_pack is not draft_pack:
+        log.info("the draft's pack is left out: the memory it takes is worth more to the target")
     log_plan(log, plan)
     model = Model(pack, plan.residency, verify_always=arguments.verify == "always")
     kv = PagedKeyValues(pack.spec, model.dtype, plan.kv_blocks)
-    controller = _controller(settings)
-    drafts = build_drafts(arguments.draft, draft_pack, model, kv, plan.kv_blocks, controller.draft_passed)
+    drafts = build_drafts(arguments.draft, used_pack, model, kv, plan.kv_blocks)
 
     tables = BlockTables(
         BlockPool(plan.kv_blocks, BLOCK_TOKENS),
@@ -125,7 +126,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     prompts = Prompts(LocalPrefill(arguments.local_prefill), arguments.short_prompt, client, kv)
     scoring = Scoring(reader, client, pack.manifest.model_digest)
     servicer = DecodeServicer(reader, scheduler, prompts, telemetry, pack.manifest.model_digest, scoring)
-    proposer = Proposer(drafts, controller)
+    proposer = Proposer(drafts, _controller(settings), telemetry.drafts)
     engine = DecodeEngine(model, kv, proposer, scheduler, telemetry, settings.missing_tokens)
     engine.start()
     try:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import resource
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from prometheus_client import Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
+
+from shared.draft_metrics import DraftMetrics
+from shared.metric_families import Histogram, counter_family, histogram_family
 
 PASS_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
 FIRST_TOKEN_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
@@ -96,13 +98,15 @@ class Telemetry(Collector):
 
     def __init__(self, identity: Identity, gauges: Gauges | None = None) -> None:
         self.identity = identity
+        self.drafts = DraftMetrics()
+        """Of speculation; Prometheus alone shows them."""
         self._gauges = gauges or Gauges()
         self._lock = threading.Lock()
         self._totals = Totals()
         self._requests: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
-        self._pass_s = _Histogram(PASS_BUCKETS_S)
-        self._first_token_s = _Histogram(FIRST_TOKEN_BUCKETS_S)
+        self._pass_s = Histogram(PASS_BUCKETS_S)
+        self._first_token_s = Histogram(FIRST_TOKEN_BUCKETS_S)
 
     def record_pass(
         self,
@@ -175,10 +179,11 @@ class Telemetry(Collector):
             gauge = GaugeMetricFamily(f"headrace_{name}", _HELP[name], labels=["stage"])
             gauge.add_metric([stage], value)
             yield gauge
-        yield _counters("requests", "outcome", stage, requests)
-        yield _counters("failures", "kind", stage, failures)
-        yield _histogram("pass_seconds", stage, *pass_s)
-        yield _histogram("first_token_seconds", stage, *first_token_s)
+        yield counter_family("requests", _HELP["requests"], "outcome", stage, requests)
+        yield counter_family("failures", _HELP["failures"], "kind", stage, failures)
+        yield histogram_family("pass_seconds", _HELP["pass_seconds"], stage, *pass_s)
+        yield histogram_family("first_token_seconds", _HELP["first_token_seconds"], stage, *first_token_s)
+        yield from self.drafts.collect(stage)
 
     def _info(self) -> Metric:
         family = InfoMetricFamily("headrace_model", "What is served.", labels=["stage"])
@@ -224,38 +229,6 @@ def _status_bytes(field: str) -> int:
 def _peak_from_usage() -> int:
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
-
-
-def _counters(name: str, label: str, stage: str, counts: Mapping[str, int]) -> Metric:
-    family = CounterMetricFamily(f"headrace_{name}", _HELP[name], labels=["stage", label])
-    for value, count in sorted(counts.items()):
-        family.add_metric([stage, value], count)
-    return family
-
-
-def _histogram(name: str, stage: str, buckets: Sequence[tuple[str, float]], total: float) -> Metric:
-    family = HistogramMetricFamily(f"headrace_{name}", _HELP[name], labels=["stage"])
-    family.add_metric([stage], buckets, total)
-    return family
-
-
-class _Histogram:
-    def __init__(self, upper_bounds: tuple[float, ...]) -> None:
-        self._upper_bounds = upper_bounds
-        self._counts = [0] * (len(upper_bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect.bisect_left(self._upper_bounds, value)] += 1
-        self._sum += value
-
-    def cumulative(self) -> tuple[list[tuple[str, float]], float]:
-        """Cumulative buckets as Prometheus wants them, and the sum."""
-        buckets, below = [], 0
-        for bound, count in zip((*self._upper_bounds, float("inf")), self._counts, strict=True):
-            below += count
-            buckets.append(("+Inf" if bound == float("inf") else repr(bound), float(below)))
-        return buckets, self._sum
 
 
 _HELP = {

@@ -30,6 +30,10 @@ class ComputingDraft(Draft, Protocol):
         """Tokens of a sequence that it would have to take in before it can propose any; at least 1."""
         ...
 
+    def take_passes(self) -> list[tuple[int, float]]:
+        """Tokens and seconds of each pass that it has taken since it was last asked."""
+        ...
+
 
 @dataclass(frozen=True)
 class Drafts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from decode_service.choice import choose_next
 from decode_service.sequence import Sequence
@@ -21,23 +20,11 @@ class ModelDraft:
     verified tokens' keys and values there and writes its own behind them, where verification overwrites them.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        kv: PagedKeyValues,
-        *,
-        shares_target_kv: bool,
-        on_pass: Callable[[int, float], None] = lambda rows, elapsed_s: None,
-    ) -> None:
-        """Takes a loaded model.
-
-        Args:
-            on_pass: told the tokens and the seconds of each of its passes.
-        """
+    def __init__(self, model: Model, kv: PagedKeyValues, *, shares_target_kv: bool) -> None:
         self._model = model
         self._kv = kv
         self._shares_target_kv = shares_target_kv
-        self._on_pass = on_pass
+        self._passes: list[tuple[int, float]] = []
 
     @property
     def kind(self) -> DraftKind:
@@ -70,10 +57,15 @@ class ModelDraft:
                     )
                     inputs[sequence] = [token]
                     proposals[sequence].append(token)
-            self._on_pass(len(batch.token_ids), time.monotonic() - started_s)
+            self._passes.append((len(batch.token_ids), time.monotonic() - started_s))
         for sequence in sequences:
             sequence.draft_kv_length = contexts[sequence]
         return [proposals[sequence] for sequence in sequences]
+
+    def take_passes(self) -> list[tuple[int, float]]:
+        """See `ComputingDraft`."""
+        passes, self._passes = self._passes, []
+        return passes
 
     def _known_tokens(self, sequence: Sequence) -> int:
         """Tokens whose keys and values this draft can read: never beyond what the target has verified."""

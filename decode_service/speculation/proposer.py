@@ -9,12 +9,15 @@ from decode_service.sequence import Sequence
 from decode_service.speculation.candidate import Candidate, Choice, Source
 from decode_service.speculation.controller import DraftController
 from decode_service.speculation.draft import Drafts
+from shared.draft_metrics import NO_DRAFT, DraftMetrics
 
 
 @dataclass(frozen=True)
 class _Tried:
     """The current pass of one sequence."""
 
+    kind: str
+    """Of the draft whose proposal it is."""
     looked_up: list[int]
     """Judged whatever was proposed: it costs nothing, and tells how good lookups are here."""
     computed: list[int]
@@ -24,9 +27,10 @@ class _Tried:
 class Proposer:
     """Proposes, and learns from what is accepted. Used by the engine's thread."""
 
-    def __init__(self, drafts: Drafts, controller: DraftController) -> None:
+    def __init__(self, drafts: Drafts, controller: DraftController, metrics: DraftMetrics | None = None) -> None:
         self._drafts = drafts
         self._controller = controller
+        self._metrics = metrics or DraftMetrics()
         self._tried: dict[Sequence, _Tried] = {}
 
     def propose(
@@ -53,19 +57,23 @@ class Proposer:
         choices = self._controller.choose(candidates, beside)
         computed = self._compute(sequences, choices)
         self._tried = {
-            sequence: _Tried(tokens, computed.get(sequence, []))
-            for sequence, tokens in zip(sequences, found, strict=True)
+            sequence: _Tried(self._kind(choice), tokens, computed.get(sequence, []))
+            for sequence, choice, tokens in zip(sequences, choices, found, strict=True)
         }
-        return [
+        proposals = [
             tokens[: choice.length] if choice.source is Source.LOOKUP else computed.get(sequence, [])
             for sequence, choice, tokens in zip(sequences, choices, found, strict=True)
         ]
+        for choice, proposal in zip(choices, proposals, strict=True):
+            self._metrics.record_proposal(self._kind(choice), len(proposal))
+        return proposals
 
     def verified(self, sequence: Sequence, chosen: AnySequence[int]) -> None:
         """The target's own choices after a sequence: as many as were accepted, and one more."""
         tried = self._tried.pop(sequence, None)
         if tried is None:
             return
+        self._metrics.record_accepted(tried.kind, len(chosen) - 1)
         for source, tokens in ((Source.LOOKUP, tried.looked_up), (Source.MODEL, tried.computed)):
             compared = min(len(tokens), len(chosen))
             self._controller.verified(sequence, source, compared, _agreed(tokens, chosen))
@@ -88,7 +96,14 @@ class Proposer:
         if not counts or self._drafts.model is None:
             return {}
         proposals = self._drafts.model.propose(list(counts), list(counts.values()))
+        for rows, elapsed_s in self._drafts.model.take_passes():
+            self._controller.draft_passed(rows, elapsed_s)
+            self._metrics.record_pass(elapsed_s)
         return dict(zip(counts, proposals, strict=True))
+
+    def _kind(self, choice: Choice) -> str:
+        used = {Source.LOOKUP: self._drafts.lookup, Source.MODEL: self._drafts.model}.get(choice.source)
+        return used.kind if used else NO_DRAFT
 
 
 def _agreed(tokens: AnySequence[int], chosen: AnySequence[int]) -> int:

@@ -130,9 +130,7 @@ def test_a_draft_with_the_targets_own_weights_proposes_what_the_target_would_cho
     opened = Pack.open(path)
     target = Model(opened, everything(opened))
     target_kv = PagedKeyValues(opened.spec, target.dtype, BLOCKS)
-    steps: list[int] = []
-    opened_draft = DraftPack.open(kind, path, opened)
-    drafts = build_drafts(kind, opened_draft, target, target_kv, BLOCKS, lambda rows, elapsed_s: steps.append(rows))
+    drafts = build_drafts(kind, DraftPack.open(kind, path, opened), target, target_kv, BLOCKS)
     draft = drafts.model
     assert draft is not None
     assert draft.kind == kind
@@ -146,7 +144,8 @@ def test_a_draft_with_the_targets_own_weights_proposes_what_the_target_would_cho
         missing = [draft.missing(sequence) for sequence in sequences]
         assert missing == ([1, 1] if kind == "self" else [5, 20])
         proposals = draft.propose(sequences, [4, 6])
-        assert steps == [sum(missing), 2, 2, 2, 1, 1]
+        assert [rows for rows, _ in draft.take_passes()] == [sum(missing), 2, 2, 2, 1, 1]
+        assert draft.take_passes() == []
         assert [draft.missing(sequence) for sequence in sequences] == [1, 1]
         assert [len(proposal) for proposal in proposals] == [4, 6]
         for sequence, proposal in zip(sequences, proposals, strict=True):

@@ -194,7 +194,7 @@ async def decode_replica(
     kv = PagedKeyValues(pack.spec, model.dtype, kv_blocks)
     controller = DraftController(draft_length or 0, draft_length or LONGEST_DRAFT, rows_limit=1024)
     opened = DraftPack.open(draft, draft_pack, pack)
-    proposer = Proposer(build_drafts(draft, opened, model, kv, kv_blocks, controller.draft_passed), controller)
+    drafts = build_drafts(draft, opened, model, kv, kv_blocks)
     tables = BlockTables(
         BlockPool(kv_blocks, BLOCK_TOKENS),
         pack.manifest.model_digest,
@@ -227,6 +227,7 @@ async def decode_replica(
     reader, digest = _reader(pack), pack.manifest.model_digest
     scoring = Scoring(reader, prefill if prefills else None, digest)
     servicer = DecodeServicer(reader, scheduler, prompts, telemetry, digest, scoring)
+    proposer = Proposer(drafts, controller, telemetry.drafts)
     engine = DecodeEngine(model, kv, proposer, scheduler, telemetry, pass_tokens)
     service = Service(
         name="headrace.v1.DecodeService",

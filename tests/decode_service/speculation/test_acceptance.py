@@ -116,6 +116,9 @@ class OtherModel:
     def missing(self, sequence: Running) -> int:
         return 1
 
+    def take_passes(self) -> list[tuple[int, float]]:
+        return []
+
     def propose(self, sequences: list[Running], counts: list[int]) -> list[list[int]]:
         return [
             other_model(tuple(sequence.tokens), sequence.sampling, count)

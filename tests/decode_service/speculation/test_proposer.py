@@ -11,6 +11,7 @@ from decode_service.speculation.controller import DraftController
 from decode_service.speculation.draft import DraftKind, Drafts
 from decode_service.speculation.ngram_draft import NgramDraft
 from decode_service.speculation.proposer import Proposer
+from shared.draft_metrics import DraftMetrics
 
 LONGEST = 4
 
@@ -24,6 +25,9 @@ class Counting:
 
     def missing(self, sequence: Sequence) -> int:
         return 1
+
+    def take_passes(self) -> list[tuple[int, float]]:
+        return [(1, 0.5)]
 
     def propose(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
         self.asked.append((sequences, counts))
@@ -85,6 +89,27 @@ def test_a_lookup_that_the_text_confirms_throughout_counts_no_failure() -> None:
     assert proposer.propose([quoting], [2]) == [[9, 7]]
     proposer.verified(quoting, [9, 7, 3])
     assert controller.told == [(Source.LOOKUP, 2, 2), (Source.MODEL, 0, 0)]
+
+
+def test_kinds_lengths_acceptance_and_costs_are_counted() -> None:
+    metrics, quoting, new = DraftMetrics(), sequence(7, 8, 9, 7, 8), sequence(1, 2, 3)
+    proposer = Proposer(Drafts(NgramDraft(), Counting()), DraftController(LONGEST, LONGEST, rows_limit=100), metrics)
+    proposer.propose([quoting, new, sequence(1)], [9, 3, 0])
+    proposer.verified(quoting, [9, 7, 1])
+    proposer.verified(new, [50, 9])
+    found = {
+        (sample.name, sample.labels.get("kind"), sample.labels.get("le")): sample.value
+        for family in metrics.collect("decode")
+        for sample in family.samples
+    }
+    lengths = {kind: found["headrace_draft_length_sum", kind, None] for kind in ("ngram", "model", "none")}
+    assert lengths == {"ngram": 4, "model": 3, "none": 0}
+    assert all(found["headrace_draft_length_count", kind, None] == 1 for kind in lengths)
+    assert found["headrace_draft_length_bucket", "model", "2"] == 0
+    assert found["headrace_draft_length_bucket", "model", "3"] == 1
+    assert found["headrace_draft_accepted_tokens_total", "ngram", None] == 2
+    assert found["headrace_draft_accepted_tokens_total", "model", None] == 1
+    assert found["headrace_draft_pass_seconds_sum", None, None] == 0.5
 
 
 def test_without_any_draft_nothing_is_proposed() -> None:
