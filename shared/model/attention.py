@@ -45,8 +45,8 @@ def grouped_attention(
         attended = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=rule.scale)
     else:
         attended = _capped_attention(folded, keys, values, mask, rule.scale, rule.soft_cap)
-    attended = attended[:, :, : group * new].unflatten(2, (group, new)).permute(0, 3, 1, 2, 4)
-    return attended.reshape(sequences, new, heads, head_dim)
+    real: Tensor = attended[:, :, : group * new].unflatten(2, (group, new)).permute(0, 3, 1, 2, 4)
+    return real.reshape(sequences, new, heads, head_dim)
 
 
 def causal_attention(rule: AttentionRule, queries: Tensor, keys: Tensor, values: Tensor, context: int) -> Tensor:
