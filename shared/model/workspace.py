@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from shared.model.attention import ALIGNED_CHUNK, LONG_CONTEXT, PART_TOKENS, QUERY_CHUNK
-from shared.model.experts import HELD_TOKENS
+from shared.model.experts import HELD_TOKENS, ROW_COUNTS
 from shared.model.mlp import ROW_CHUNK
 from shared.model.spec import ModelSpec
 from shared.quant.schemes import Scheme
@@ -19,6 +19,8 @@ GAPS = 1.6
 """A heap of buffers that come and go in many sizes has gaps: what it takes ÷ what is alive (`docs/memory.md`)."""
 MOST_KEPT_GAPS_BYTES = 16 << 20
 """Buffers that stay for a layer have fewer gaps between them, and large ones none: they are mapped one by one."""
+KERNEL_BYTES = 600 << 10
+"""What oneDNN keeps for a dense product of another shape (measured: 0.55 MiB)."""
 
 
 def pass_workspace_bytes(spec: ModelSpec, scheme: Scheme, tokens: int, longest: int) -> int:
@@ -32,7 +34,7 @@ def pass_workspace_bytes(spec: ModelSpec, scheme: Scheme, tokens: int, longest: 
     # hidden, keys and values (twice: they leave as bytes), rotation
     per_token = spec.hidden_size + 4 * spec.kv_size + 2 * spec.head_dim * len(set(spec.ropes))
     # queries and attended; when they are gone, what experts work in
-    in_turn = max(tokens * 2 * spec.query_size * narrow, _mixture_bytes(spec, narrow, tokens))
+    in_turn = max(tokens * 2 * spec.query_size * narrow, _mixture_bytes(spec, scheme, tokens))
     kept = tokens * per_token * narrow + in_turn + min(tokens, longest) * spec.query_size * narrow
     rotation = tokens * spec.head_dim * 3 * WIDE
     chunk = _chunk_bytes(spec, scheme, rows)
@@ -55,7 +57,7 @@ def prompt_workspace_bytes(spec: ModelSpec, scheme: Scheme, tokens: int, longest
     # features, and keys and values twice: those of prompts that begin in a cache are put together
     kept = tokens * (spec.hidden_size + 4 * spec.kv_size) * narrow
     of_part = part * (2 * spec.query_size + 2 * spec.kv_size + 2 * spec.head_dim * len(set(spec.ropes))) * narrow
-    kept += max(of_part, _mixture_bytes(spec, narrow, tokens))
+    kept += max(of_part, _mixture_bytes(spec, scheme, tokens))
     rotation = part * spec.head_dim * 3 * WIDE
     working = max(
         rotation, _chunk_bytes(spec, scheme, min(tokens, ROW_CHUNK)), _aligned_mask_bytes(spec, narrow, longest)
@@ -86,16 +88,17 @@ def _chunk_bytes(spec: ModelSpec, scheme: Scheme, rows: int) -> int:
     )
 
 
-def _mixture_bytes(spec: ModelSpec, narrow: int, tokens: int) -> int:
+def _mixture_bytes(spec: ModelSpec, scheme: Scheme, tokens: int) -> int:
     """What stays for as long as a layer's experts are computed: 0 for a model without experts."""
-    experts = spec.experts
+    experts, narrow = spec.experts, scheme.compute_dtype.itemsize
     if experts is None:
         return 0
+    kernels = 2 * len(ROW_COUNTS) * KERNEL_BYTES if scheme.dense else 0  # of both matrices
     routed = tokens * experts.chosen * (3 * torch.int64.itemsize + 2 * WIDE)  # choices, their groups, weights
     summed = tokens * spec.hidden_size * (narrow + WIDE)  # inputs, and the sum of outputs
     held = min(tokens, HELD_TOKENS) * experts.chosen * spec.hidden_size * narrow
     few = min(tokens, HELD_TOKENS) * spec.hidden_size * (narrow + WIDE) + held
-    return routed + max(summed, few)
+    return routed + max(summed, few) + kernels
 
 
 def logits_workspace_bytes(spec: ModelSpec, dtype: torch.dtype, rows: int) -> int:
