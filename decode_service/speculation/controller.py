@@ -21,11 +21,12 @@ import numpy as np
 
 from decode_service.sequence import Sequence
 from decode_service.speculation.candidate import NOTHING, Candidate, Choice, Source
-from decode_service.speculation.estimates import Acceptance, Costs
-from decode_service.speculation.plans import Estimates, Floats, best_choices
+from decode_service.speculation.estimates import Acceptance, Costs, Load
+from decode_service.speculation.plans import Estimates, Floats, Plan, best_plan
 
 PROBE_PASSES = 64
-"""After this many passes without the draft's model it is tried again, since text changes. Lookups are judged always."""
+"""After this many passes without the draft's model it is tried again, since text changes; lookups are judged always.
+After as many with proposals that promise little, one goes without: what a pass takes alone is to be known well then."""
 PROBE_SHARE = 0.01
 """Of the time of all these passes, trying it may take no more than this; otherwise it has to wait."""
 
@@ -43,12 +44,14 @@ class DraftController:
         """Most tokens of a proposal."""
         self._shortest = shortest
         self._rows_limit = rows_limit
-        self._draft_costs = Costs()
-        self._pass_costs = Costs()
+        load = Load()
+        self._draft_costs = Costs(load)
+        self._pass_costs = Costs(load)
         self._overall: defaultdict[Source, Acceptance] = defaultdict(Acceptance)
         self._by_sequence: WeakKeyDictionary[Sequence, dict[Source, Acceptance]] = WeakKeyDictionary()
         self._idle_passes = 0
         self._idle_s = 0.0
+        self._doubtful_passes = 0.0
 
     def choose(self, candidates: AnySequence[Candidate], beside: AnySequence[int] = ()) -> list[Choice]:
         """What each of these sequences brings to the next pass.
@@ -62,8 +65,12 @@ class DraftController:
         spare_rows = self._rows_limit - len(candidates) - len(beside)
         longest = max(0, min(self.longest, spare_rows // offered))
         lengths = range(min(self._shortest, longest), longest + 1)
-        choices = best_choices(candidates, self._estimates(candidates), lengths, sum(beside))
-        return self._probing(candidates, choices) if longest else choices
+        plan = best_plan(candidates, self._estimates(candidates), lengths, sum(beside))
+        if not longest or self._shortest == self.longest:
+            return plan.choices
+        if self._goes_without(plan):
+            return [NOTHING for _ in candidates]
+        return self._probing(candidates, plan.choices)
 
     def draft_passed(self, rows: int, elapsed_s: float) -> None:
         """A pass of the draft's model over so many tokens took that long."""
@@ -91,11 +98,20 @@ class DraftController:
 
         return Estimates(rates(Source.LOOKUP), rates(Source.MODEL), self._draft_costs, self._pass_costs)
 
+    def _goes_without(self, plan: Plan) -> bool:
+        """Whether it is time to measure a pass without proposals."""
+        self._doubtful_passes += min(1.0, plan.gain**-2)
+        if not any(choice.length for choice in plan.choices):
+            self._doubtful_passes = 0.0
+        if self._doubtful_passes <= PROBE_PASSES or self._shortest:
+            return False
+        self._doubtful_passes = 0.0
+        return True
+
     def _probing(self, candidates: AnySequence[Candidate], choices: list[Choice]) -> list[Choice]:
         """The same choices, but once in a while a token of the draft's model, where it costs least."""
         possible = [candidate for candidate in candidates if candidate.missing and candidate.room]
-        is_fixed = self._shortest == self.longest
-        if is_fixed or not possible or any(choice.source is Source.MODEL for choice in choices):
+        if not possible or any(choice.source is Source.MODEL for choice in choices):
             self._idle_passes, self._idle_s = 0, 0.0
             return choices
         self._idle_passes += 1

@@ -11,8 +11,14 @@ FIRST_ACCEPTANCE = 0.7
 """Assumed until there is evidence."""
 EVIDENCE_KEPT = 0.95
 """Older evidence on acceptance fades by this factor with each verified token."""
-COST_WEIGHT = 0.25
-"""Weight of the newest measurement in a running cost."""
+LOAD_WEIGHT = 0.2
+"""How much of a surprise is put down to the machine's load."""
+COST_WEIGHT = 0.05
+"""How much of it, at least, to the size that was measured; more as long as that was measured seldom."""
+MEMORY = 256
+"""A size that was measured in every n-th measurement is known by no more than the latest `MEMORY / n`."""
+SHORTEST_S = 1e-7
+"""Nothing is measured to take no time at all."""
 SINGLE_TRUST = 256
 """A size that was measured only once is taken for unknown after so many other measurements: it may have been a hiccup,
 which would keep the controller from ever measuring it again."""
@@ -38,25 +44,38 @@ class Acceptance:
         self._tried = self._tried * kept + tried
 
 
+class Load:
+    """How much longer everything takes than usual: other programs, or a disk that others use."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+
 @dataclass
 class _Mean:
+    """Of the measurements of similar sizes, as they would be at a load of 1."""
+
     size: float
     elapsed_s: float
     count: int
     last: int
     """Number of the latest measurement in it."""
 
-    def add(self, size: int, elapsed_s: float, number: int) -> None:
-        self.size += COST_WEIGHT * (size - self.size)
-        self.elapsed_s += COST_WEIGHT * (elapsed_s - self.elapsed_s)
-        self.count += 1
-        self.last = number
-
 
 class Costs:
-    """Measured times as a function of size: running means by powers of two, joined by straight lines."""
+    """Measured times as a function of size: running means by powers of two, joined by straight lines.
 
-    def __init__(self) -> None:
+    What is compared are times measured minutes apart, between which everything may have become slower or faster. So
+    each measurement that surprises changes two estimates: of the load, which all sizes have in common, and of its own
+    size. Both are changed by ratios, to which a hiccup does less than to sums.
+    """
+
+    def __init__(self, load: Load | None = None) -> None:
+        """
+        Args:
+            load: of the machine, where other costs are measured on it, too.
+        """
+        self._load = load or Load()
         self._means: dict[int, _Mean] = {}
         """By the size's number of binary digits."""
         self._added = 0
@@ -66,13 +85,31 @@ class Costs:
     def add(self, size: int, elapsed_s: float) -> None:
         """Takes a measurement in."""
         self._added += 1
-        bucket = size.bit_length()
-        if bucket in self._means:
-            self._means[bucket].add(size, elapsed_s, self._added)
+        elapsed_s = max(elapsed_s, SHORTEST_S)
+        mean = self._means.get(size.bit_length())
+        if mean is None:
+            self._means[size.bit_length()] = _Mean(size, elapsed_s / self._load.factor, 1, self._added)
         else:
-            self._means[bucket] = _Mean(size, elapsed_s, 1, self._added)
-        known = sorted((mean.size, mean.elapsed_s) for mean in self._means.values() if self._is_trusted(mean))
-        self._sizes, self._times_s = (list(column) for column in zip(*known, strict=True))
+            absence = self._added - mean.last
+            mean.count, mean.last = min(mean.count, max(1, MEMORY // absence)) + 1, self._added
+            own = max(1 / mean.count, COST_WEIGHT)
+            surprise = elapsed_s / (mean.elapsed_s * self._load.factor)
+            mean.size += own * (size - mean.size)
+            mean.elapsed_s *= surprise**own
+            self._load.factor *= surprise ** (LOAD_WEIGHT * (1 - own))
+        self._sizes, self._times_s = self._rising()
+
+    def _rising(self) -> tuple[list[float], list[float]]:
+        """Sizes and times of the means that count; more never takes less, so means that say so are taken together."""
+        trusted = sorted((m.size, m.elapsed_s, m.count) for m in self._means.values() if self._is_trusted(m))
+        groups: list[list[tuple[float, float, int]]] = []
+        for mean in trusted:
+            groups.append([mean])
+            while len(groups) > 1 and _weighted_s(groups[-2]) > _weighted_s(groups[-1]):
+                later = groups.pop()
+                groups[-1] += later
+        sizes = [size for group in groups for size, _, _ in group]
+        return sizes, [elapsed_s for group in groups for elapsed_s in [_weighted_s(group)] * len(group)]
 
     def of(self, sizes: ArrayLike) -> NDArray[np.float64]:
         """The expected times, guessed hopefully where nothing is known.
@@ -82,7 +119,7 @@ class Costs:
         wanted = np.asarray(sizes, np.float64)
         if not self._sizes:
             return np.zeros_like(wanted)
-        known, known_s = self._sizes, self._times_s
+        known, known_s = self._sizes, [elapsed_s * self._load.factor for elapsed_s in self._times_s]
         times_s = np.interp(wanted, [0.0, *known], [0.0, *known_s])
         if len(known) > 1:
             slope = max(0.0, (known_s[-1] - known_s[-2]) / (known[-1] - known[-2]))
@@ -91,6 +128,12 @@ class Costs:
 
     def _is_trusted(self, mean: _Mean) -> bool:
         return mean.count > 1 or self._added - mean.last < SINGLE_TRUST
+
+
+def _weighted_s(group: list[tuple[float, float, int]]) -> float:
+    """The mean of some means, each by how much is known of it."""
+    weights = [min(count, 1 / COST_WEIGHT) for _, _, count in group]
+    return sum(weight * mean_s for weight, (_, mean_s, _) in zip(weights, group, strict=True)) / sum(weights)
 
 
 def expected_tokens(acceptance: ArrayLike, length: ArrayLike) -> NDArray[np.float64]:

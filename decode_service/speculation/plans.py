@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from decode_service.speculation.candidate import NOTHING, Candidate, Choice, Source
 from decode_service.speculation.estimates import Costs, expected_tokens
 
+WORTHWHILE = 1.05
+"""Drafts have to promise so many times the rate without: estimates have errors, and doing without is safe."""
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -31,10 +34,17 @@ class Estimates:
     pass_costs: Costs
 
 
-def best_choices(
-    candidates: AnySequence[Candidate], estimates: Estimates, lengths: range, other_rows: int
-) -> list[Choice]:
-    """What each sequence brings, by the plan that is expected to yield the most tokens a second.
+@dataclass(frozen=True)
+class Plan:
+    """What each sequence brings."""
+
+    choices: list[Choice]
+    gain: float
+    """Expected rate ÷ that without any proposal; 1 where that was no choice."""
+
+
+def best_plan(candidates: AnySequence[Candidate], estimates: Estimates, lengths: range, other_rows: int) -> Plan:
+    """The plan that is expected to yield the most tokens a second.
 
     Args:
         lengths: of proposals, to choose from.
@@ -62,9 +72,13 @@ def best_choices(
         if (missing > 1).any():
             elapsed_s += _catching_up_s(missing, remaining, asked, model_tokens, estimates.draft_costs)
     rates = tokens.sum(1) / np.maximum(elapsed_s, 1e-9)
+    without = float(rates[0, 0, 0])
+    if not lengths[0]:
+        rates[:, 0, 0] *= WORTHWHILE
     order, lookup, model = np.unravel_index(int(rates.argmax()), rates.shape)
     chosen = zip(looks_up[order, :, lookup, model], lengths_chosen[order, :, lookup, model], strict=True)
-    return [_choice(bool(looks), int(length)) for looks, length in chosen]
+    choices = [_choice(bool(looks), int(length)) for looks, length in chosen]
+    return Plan(choices, float(rates[order, lookup, model]) / without if any(c.length for c in choices) else 1.0)
 
 
 def _columns(candidates: AnySequence[Candidate]) -> tuple[Ints, Ints, Ints, Ints]:
