@@ -27,7 +27,7 @@ def plan(
     pack: Annotated[Path, typer.Argument(help="The packed model.")],
     memory: Annotated[str, typer.Option(metavar="SIZE", help="Budget of the process, as in 2GiB, 800MB or 50%.")],
     stage: Annotated[Stage, typer.Option(help="Which process; colocated: both in one.")] = "decode",
-    draft: options.DraftKind = "ngram",
+    draft: options.DraftKind = "auto",
     draft_pack: options.DraftPack = None,
     draft_length: options.DraftLength = None,
     acceptance: Annotated[

@@ -1,10 +1,13 @@
-"""The pages about the command line and the client: they name everything, and what they show works."""
+"""The documentation: every command on a page is one, and does what the page says; programs run; links lead somewhere.
+
+Commands that call services run here, against a service that knows a single answer. Those that work on packs, or start
+services, are walked through page by page (`test_walks.py`, slow). The kinds that no test runs are `pages.ONLY_SHOWN`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import re
-import shlex
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
@@ -15,19 +18,11 @@ import pytest
 import typer
 
 from headrace.cli import app
+from shared.metrics import Identity, Telemetry
 from tests.headrace.fake_decode import FakeDecode, chunk, header, result, served
+from tests.headrace.pages import ADDRESS, ALL, CALLS, ONLY_SHOWN, PAGES, ROOT, Shown, blocks, commands
 
-ROOT = Path(__file__).parents[2]
 CLI, CLIENT = ROOT / "docs/cli.md", ROOT / "docs/client.md"
-ADDRESS = "127.0.0.1:50051"
-"""As the pages write it."""
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-
-
-COMMANDS = [shlex.split(line)[1:] for block in blocks(CLI, "sh") for line in block.splitlines()]
 OWN_SECTION = ("serve", "generate", "batch", "score", "doctor")
 """Commands that the page describes itself; others have pages of their own."""
 
@@ -52,30 +47,41 @@ def test_the_page_names_every_command_and_the_options_of_those_it_describes() ->
             assert [option for option in options if option not in text and option != "--help"] == []
 
 
-@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
-def test_every_command_on_the_page_is_one(arguments: list[str]) -> None:
-    command = typer.main.get_command(app).commands[arguments[0]]  # type: ignore[attr-defined]
-    command.make_context(arguments[0], arguments[1:]).close()
+@pytest.mark.parametrize("shown", [shown for shown in ALL if shown.program == "headrace"], ids=str)
+def test_every_command_on_a_page_is_one(shown: Shown) -> None:
+    name, *arguments = shown.arguments
+    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    command.make_context(name, arguments).close()
 
 
-CALLS = [arguments for arguments in COMMANDS if ADDRESS in arguments]
-
-
-@pytest.mark.parametrize("arguments", CALLS, ids=" ".join)
-async def test_commands_that_call_services_do_what_they_say(arguments: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("shown", CALLS, ids=str)
+async def test_commands_that_call_services_do_what_they_say(shown: Shown, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     async with served(FakeDecode(headrace)) as address:
-        given = [argument.replace(ADDRESS, address) for argument in arguments]
+        given = [argument.replace(ADDRESS, address) for argument in shown.arguments]
         program = [sys.executable, "-c", "from headrace.cli import main; main()", *given]
         process = await asyncio.create_subprocess_exec(*program, stdin=PIPE, stdout=PIPE, stderr=PIPE, cwd=tmp_path)
         stdout, stderr = await process.communicate(b"What is a headrace?\n")
     assert process.returncode == 0, stderr
-    told = "perplexity" if arguments[0] == "score" else "A channel that leads water to a mill."
+    told = "perplexity" if given[0] == "score" else "A channel that leads water to a mill."
     assert told in stdout.decode() + written(tmp_path)
 
 
 def written(folder: Path) -> str:
     return "".join(path.read_text() for path in folder.glob("out/answers.jsonl"))
+
+
+@pytest.mark.parametrize("shown", [shown for shown in ALL if shown.program in ONLY_SHOWN], ids=str)
+def test_what_is_only_shown_is_there(shown: Shown) -> None:
+    if shown.program == "make":
+        targets = [word for word in shown.words[1:] if "=" not in word]
+        assert [target for target in targets if f"\n{target}:" not in (ROOT / "Makefile").read_text()] == []
+    elif shown.program == "python -m bench":
+        source = (ROOT / f"{shown.words[2].replace('.', '/')}.py").read_text()
+        options = [argument for argument in shown.arguments if argument.startswith("--")]
+        assert [option for option in options if f'"{option}"' not in source] == []
+    else:
+        assert shown.words == (".", ".venv/bin/activate")
 
 
 @pytest.mark.parametrize("block", blocks(CLIENT, "python"), ids=lambda block: block.splitlines()[0])
@@ -85,3 +91,43 @@ async def test_programs_on_the_page_run(block: str, capsys: pytest.CaptureFixtur
     printed = capsys.readouterr().out
     shown = re.findall(r"print\(.*\)  # (.*)", block)
     assert all(text in printed for text in shown)
+
+
+def test_the_bengali_quickstart_has_the_commands_and_programs_of_the_english_one() -> None:
+    english, bengali = ROOT / "docs/quickstart.md", ROOT / "docs/quickstart.bn.md"
+    assert [shown.words for shown in commands(english)] == [shown.words for shown in commands(bengali)]
+    assert blocks(english, "python") == blocks(bengali, "python")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not target.startswith("http"):
+            path, _, anchor = target.partition("#")
+            linked = (page.parent / path).resolve() if path else page
+            assert linked.exists(), target
+            assert not anchor or anchor in anchors(linked), target
+
+
+def anchors(page: Path) -> set[str]:
+    """Of headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "README.md").read_text()
+    assert [page.name for page in PAGES[1:] if f"docs/{page.name}" not in index] == []
+
+
+def test_every_metric_is_explained() -> None:
+    page = (ROOT / "docs/operations.md").read_text()
+    identity = Identity(stage="decode", model_digest="d", scheme="int8", context_length=1, layers=1, budget_bytes=1)
+    telemetry = Telemetry(identity)
+    telemetry.record_request("completed")
+    telemetry.record_failure("CapacityError")
+    kinds = {"counter": "_total", "info": "_info"}
+    names = [family.name + kinds.get(family.type, "") for family in telemetry.collect()]
+    assert len(names) > 20
+    assert [name for name in names if f"`{name}`" not in page] == []
