@@ -25,6 +25,7 @@ def build_drafts(
         return Drafts(lookup)
     pack = draft_pack.pack
     everything = Residency(frozenset(range(pack.spec.layers)), slots=0)
-    model = Model(pack, everything, outer=target.outer if draft_pack.shares_outer else None)
-    kv = target_kv if draft_pack.shares_kv else PagedKeyValues(pack.spec, model.dtype, kv_blocks)
+    outer = target.outer if draft_pack.shares_outer else None
+    model = Model(pack, everything, outer=outer, copies=target.copies)
+    kv = target_kv if draft_pack.shares_kv else PagedKeyValues(pack.spec, model.dtype, kv_blocks, model.device)
     return Drafts(lookup, ModelDraft(model, kv, shares_target_kv=draft_pack.shares_kv))

@@ -24,9 +24,12 @@ from decode_service.text.tokenizer import Tokenizer
 from headrace.v1 import decode_pb2_grpc
 from shared.blocks import BlockPool
 from shared.budget import log_plan, measured_runtime_bytes
+from shared.card import Card, open_card
 from shared.demand import DecodeSettings
+from shared.device import CPU
+from shared.device_demand import decode_tiers
 from shared.draft_pack import DRAFTS, DraftPack
-from shared.draft_plan import plan_decode
+from shared.draft_plan import plan_decode, worthwhile_draft
 from shared.kv.layout import layout_of
 from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues
 from shared.limits import DECODE_BATCH, LOCAL_PASS_TOKENS, LONGEST_DRAFT, OVERCOMMIT
@@ -35,6 +38,8 @@ from shared.model.model import Model
 from shared.options import positive, run_service, server_options, service_parser
 from shared.pack.reader import Pack
 from shared.server import Service, run_server
+from shared.streaming.device_plan import TieredPlan
+from shared.streaming.plan import MemoryPlan
 
 log = logging.getLogger("decode_service")
 
@@ -78,16 +83,19 @@ async def serve(arguments: argparse.Namespace) -> None:
         context_length=settings.context_length,
         end_token_ids=frozenset(pack.manifest.end_token_ids),
     )
-    runtime_bytes = measured_runtime_bytes([pack.scheme] + ([draft_pack.pack.scheme] if draft_pack else []))
+    card = open_card(arguments.device, arguments.device_memory)
+    schemes = [pack.scheme] + ([draft_pack.pack.scheme] if draft_pack else [])
+    runtime_bytes = measured_runtime_bytes(schemes, card.device if card else CPU)
     if arguments.show_runtime:
         print(runtime_bytes)
         return
-    plan, used_pack = plan_decode(arguments.memory_bytes, pack, arguments.draft, draft_pack, settings, runtime_bytes)
+    plan, used_pack = _plan(arguments, pack, draft_pack, settings, runtime_bytes, card)
     if used_pack is not draft_pack:
         log.info("the draft's pack is left out: the memory it takes is worth more to the target")
     log_plan(log, plan)
-    model = Model(pack, plan.residency, verify_always=arguments.verify == "always")
-    kv = PagedKeyValues(pack.spec, model.dtype, plan.kv_blocks)
+    copies = card.copies if card else None
+    model = Model(pack, plan.residency, verify_always=arguments.verify == "always", copies=copies)
+    kv = PagedKeyValues(pack.spec, model.dtype, plan.kv_blocks, model.device)
     drafts = build_drafts(arguments.draft, used_pack, model, kv, plan.kv_blocks)
 
     tables = BlockTables(
@@ -143,6 +151,8 @@ async def serve(arguments: argparse.Namespace) -> None:
     finally:
         scheduler.close()
         engine.join()
+        if copies:
+            copies.close()
         if client:
             await client.close()
 
@@ -165,6 +175,26 @@ def _settings(arguments: argparse.Namespace, pack: Pack) -> DecodeSettings:
         receives=receives,
         prompt_tokens=arguments.pass_tokens if computes else 0,
     )
+
+
+def _plan(
+    arguments: argparse.Namespace,
+    pack: Pack,
+    draft_pack: DraftPack | None,
+    settings: DecodeSettings,
+    runtime_bytes: int,
+    card: Card | None,
+) -> tuple[MemoryPlan | TieredPlan, DraftPack | None]:
+    """The plan, and the draft's pack if it is part of it."""
+    budget_bytes, draft = arguments.memory_bytes, arguments.draft
+    if card is None:
+        return plan_decode(budget_bytes, pack, draft, draft_pack, settings, runtime_bytes)
+    card_bytes = card.runtime_bytes()
+
+    def planned(with_draft: DraftPack | None) -> TieredPlan:
+        return card.plan(budget_bytes, decode_tiers(pack, with_draft, settings, runtime_bytes, card_bytes))
+
+    return worthwhile_draft(draft, draft_pack, planned)
 
 
 def _controller(settings: DecodeSettings) -> DraftController:

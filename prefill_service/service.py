@@ -15,8 +15,11 @@ from prefill_service.scheduler import PromptScheduler
 from prefill_service.servicer import PrefillServicer
 from shared.blocks import BlockPool
 from shared.budget import log_plan, measured_runtime_bytes
+from shared.card import open_card
 from shared.config import parse_bytes
 from shared.demand import PrefillSettings, prefill_demand, spool_bytes
+from shared.device import CPU
+from shared.device_demand import prefill_tiers
 from shared.kv.layout import layout_of
 from shared.kv.paged import BLOCK_TOKENS
 from shared.limits import PREFILL_PASS_TOKENS
@@ -64,14 +67,20 @@ async def serve(arguments: argparse.Namespace) -> None:
         ),
         prefix_cache_bytes=parse_bytes(arguments.prefix_cache) if arguments.prefix_cache else None,
     )
-    runtime_bytes = measured_runtime_bytes([pack.scheme])
+    card = open_card(arguments.device, arguments.device_memory)
+    runtime_bytes = measured_runtime_bytes([pack.scheme], card.device if card else CPU)
     if arguments.show_runtime:
         print(runtime_bytes)
         return
-    plan = plan_memory(arguments.memory_bytes, prefill_demand(pack, settings, runtime_bytes))
+    plan = (
+        card.plan(arguments.memory_bytes, prefill_tiers(pack, settings, runtime_bytes, card.runtime_bytes()))
+        if card
+        else plan_memory(arguments.memory_bytes, prefill_demand(pack, settings, runtime_bytes))
+    )
     log_plan(log, plan)
     layout = layout_of(pack)
-    model = Model(pack, plan.residency, verify_always=arguments.verify == "always")
+    copies = card.copies if card else None
+    model = Model(pack, plan.residency, verify_always=arguments.verify == "always", copies=copies)
 
     scheduler = PromptScheduler(arguments.pass_tokens, arguments.queue_limit)
     spool = Spool(settings.spool_bytes, _spool_folder(arguments))
@@ -118,6 +127,8 @@ async def serve(arguments: argparse.Namespace) -> None:
     finally:
         scheduler.close()
         engine.join()
+        if copies:
+            copies.close()
         spool.close()
 
 

@@ -16,6 +16,7 @@ from shared.process import LOG_LEVELS, exit_with_parent, setup_logging
 from shared.server import ServerOptions, TlsFiles
 
 VERIFY_HELP = "compare a layer's digest when it is new or has changed, or whenever it is read (%(default)s)"
+DEVICE_HELP = "what computes; CUDA has not been tried on a GPU yet (%(default)s)"
 CONFIGURATION_EXIT = 2
 """Exit code when the settings cannot work."""
 
@@ -26,6 +27,8 @@ def service_parser(name: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("pack", type=Path, metavar="PACK", help="folder made by `headrace pack`")
     add = parser.add_argument
     add("--memory", default="50%", metavar="SIZE", help="budget of this process, as in 2GiB or 800MB (%(default)s)")
+    add("--device", default="cpu", metavar="cpu|cuda|cuda:N", help=DEVICE_HELP)
+    add("--device-memory", metavar="SIZE", help="budget on that device, as in 20GiB or 80%% (90%%)")
     add("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="port 0 takes a free one (%(default)s)")
     add("--metrics", default="127.0.0.1:0", metavar="HOST:PORT|off", help="Prometheus endpoint (%(default)s)")
     add("--context-length", type=positive, metavar="TOKENS", help="longest sequence served (the model's)")

@@ -55,6 +55,7 @@ POLICY = (
     "shared.shift",
     "shared.process",
     "shared.streaming.plan",
+    "shared.streaming.device_plan",
     "decode_service.scheduler",
     "decode_service.sequence",
     "decode_service.speculation.acceptance",

@@ -58,7 +58,7 @@ class Model:
             if pack.spec.tied_embeddings
             else EmbeddingFile(pack.outer_path, pack.outer_layout.data_start, pack.embedding)
         )
-        self._copies = copies
+        self.copies = copies
         self._stream = LayerStream(pack, residency, verify_always=verify_always, copies=copies)
         self.experts = self._stream.experts
         """Where the layers' experts come from, in a model that has some."""
@@ -125,8 +125,8 @@ class Model:
 
     def finish(self) -> None:
         """Returns when everything is computed that was asked for. A CPU is done when asking for it returns."""
-        if self._copies:
-            self._copies.record().wait()
+        if self.copies:
+            self.copies.record().wait()
 
     def close(self) -> None:
         """Stops reading ahead."""

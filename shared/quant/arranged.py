@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from shared.quant.products import BY_ROWS, SCALES_BY_ROWS, nf4_separate
-from shared.quant.schemes import NF4_BLOCK, Scheme
+from shared.quant.schemes import Scheme
 
-ARRANGING_COPIES = 6
-"""Most bytes that arranging a matrix takes meanwhile ÷ bytes of its codes: what `nf4_separate` holds at its widest."""
+ARRANGING_COPIES = 5
+"""Bytes that arranging a matrix takes meanwhile ÷ bytes of its codes: `nf4_separate` holds four copies at most."""
 
 
 def arranged(
@@ -47,15 +47,13 @@ def arranged(
     return tensors, arrange
 
 
-def arranging_bytes(scheme: Scheme, largest_parameters: int) -> int:
+def arranging_bytes(scheme: Scheme, largest_bytes: int) -> int:
     """Memory that arranging takes for a moment, on a device.
 
     Args:
-        largest_parameters: of the largest stored matrix.
+        largest_bytes: of the largest stored matrix, without its scales.
     """
-    if scheme.name != "nf4":
-        return 0
-    return ARRANGING_COPIES * largest_parameters // 2 + largest_parameters // NF4_BLOCK * torch.bfloat16.itemsize
+    return ARRANGING_COPIES * largest_bytes if scheme.name == "nf4" else 0
 
 
 def _nothing() -> None:

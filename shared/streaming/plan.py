@@ -57,6 +57,8 @@ class Demand:
     """Of what is left over: how much KV may take before layers do."""
     kv_name: str = "KV blocks"
     """What the table calls them."""
+    budget_name: str = "memory budget"
+    """What errors call the budget."""
 
     @property
     def fixed_bytes(self) -> int:
@@ -147,7 +149,7 @@ def plan_memory(budget_bytes: int, demand: Demand) -> MemoryPlan:
     """
     if budget_bytes < demand.least_bytes:
         raise BudgetError(
-            f"the memory budget of {mebibytes(budget_bytes)} is too small; the smallest that works is "
+            f"the {demand.budget_name} of {mebibytes(budget_bytes)} is too small; the smallest that works is "
             f"{mebibytes(demand.smallest_budget_bytes)} ({_listed(demand)}, slots and KV the rest)"
         )
     left = budget_bytes - demand.fixed_bytes

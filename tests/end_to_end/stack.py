@@ -43,6 +43,7 @@ from shared.pack.reader import Pack
 from shared.server import ANY_LOOPBACK_PORT, RunningServer, ServerOptions, Service, serving
 from shared.spool import Spool
 from shared.spool_file import SpoolFolder
+from shared.streaming.copies import Copies
 from shared.streaming.plan import Residency
 
 ONE_TRY = RetryPolicy(attempts=1)
@@ -119,11 +120,13 @@ async def prefill_replica(
     cache_blocks: int = 256,
     address: Address = ANY_LOOPBACK_PORT,
     computes: bool = True,
+    copies: Copies | None = None,
 ) -> AsyncIterator[Prefill]:
     """Serves a pack's prefill while the context is open; at its end every block must be accounted for.
 
     Args:
         computes: false leaves prompts waiting for ever.
+        copies: to the device that computes, if that is not the CPU.
     """
     pack = Pack.open(path)
     scheduler = PromptScheduler(pass_tokens, queue_limit)
@@ -136,7 +139,7 @@ async def prefill_replica(
     )
     telemetry = _telemetry("prefill", pack, gauges)
     cache = PromptCache(BlockPool(cache_blocks, BLOCK_TOKENS), pack.manifest.model_digest)
-    engine = PrefillEngine(Model(pack, residency(pack)), layout_of(pack), scheduler, telemetry, cache)
+    engine = PrefillEngine(Model(pack, residency(pack), copies=copies), layout_of(pack), scheduler, telemetry, cache)
     spool = Spool(spool_bytes, spool_folder)
     servicer = PrefillServicer(
         scheduler,
@@ -183,15 +186,17 @@ async def decode_replica(
     local_prefill: LocalPrefill = LocalPrefill.NEVER,
     short_prompt: int = 16,
     pass_tokens: int = 512,
+    copies: Copies | None = None,
 ) -> AsyncIterator[Decode]:
     """Serves a pack's decode, with those prefill replicas, while the context is open; without any it is colocated.
 
     Args:
         draft_length: fixed; None leaves it to the controller.
+        copies: to the device that computes, if that is not the CPU.
     """
     pack = Pack.open(path)
-    model = Model(pack, residency(pack))
-    kv = PagedKeyValues(pack.spec, model.dtype, kv_blocks)
+    model = Model(pack, residency(pack), copies=copies)
+    kv = PagedKeyValues(pack.spec, model.dtype, kv_blocks, model.device)
     controller = DraftController(draft_length or 0, draft_length or LONGEST_DRAFT, rows_limit=1024)
     opened = DraftPack.open(draft, draft_pack, pack)
     drafts = build_drafts(draft, opened, model, kv, kv_blocks)
@@ -253,12 +258,16 @@ async def decode_replica(
 
 @asynccontextmanager
 async def services(
-    path: Path, *, residency: Callable[[Pack], Residency] = everything, **options: Any
+    path: Path,
+    *,
+    residency: Callable[[Pack], Residency] = everything,
+    copies: Copies | None = None,
+    **options: Any,
 ) -> AsyncIterator[Decode]:
     """One prefill and one decode replica of a pack; options are those of `decode_replica`."""
     async with (
-        prefill_replica(path, residency=residency) as prefill,
-        decode_replica(path, prefill.address, residency=residency, **options) as decode,
+        prefill_replica(path, residency=residency, copies=copies) as prefill,
+        decode_replica(path, prefill.address, residency=residency, copies=copies, **options) as decode,
     ):
         yield decode
 
