@@ -28,7 +28,7 @@ MANIFESTS := $(addsuffix /manifest.json,$(sort $(PACK) $(DRAFT_PACK)))
 PROTOS := $(wildcard protos/headrace/v1/*.proto)
 GENERATE = $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTOS)
 
-.PHONY: help run test test-slow check fix protos docs clean
+.PHONY: help run test test-slow check fix protos docs plots clean
 
 help:
 	@echo "make run        install, pack the default model, serve it, and answer $(REPORTS)"
@@ -38,6 +38,7 @@ help:
 	@echo "make fix        what of that can be fixed"
 	@echo "make protos     generate headrace/v1 from protos/"
 	@echo "make docs       generate docs/api.md from protos/"
+	@echo "make plots      draw docs/plots from bench/results/"
 	@echo "make clean      remove everything that was made here"
 
 run: $(MANIFESTS)
@@ -81,6 +82,10 @@ protos: $(DEVELOPMENT)
 
 docs: $(DEVELOPMENT)
 	@$(BIN)/python docs/api_from_protos.py
+
+plots: $(DEVELOPMENT)
+	@$(PIP) install -c constraints.txt -e '.[bench]'
+	@PYTHONPATH=. $(BIN)/python docs/plots_from_results.py
 
 clean:
 	@rm -rf $(VENV) build out .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import typer
 
+from docs.plots_from_results import mark
 from headrace.cli import app
 from shared.metrics import Identity, Telemetry
 from tests.headrace.fake_decode import FakeDecode, chunk, header, result, served
@@ -131,3 +132,14 @@ def test_every_metric_is_explained() -> None:
     names = [family.name + kinds.get(family.type, "") for family in telemetry.collect()]
     assert len(names) > 20
     assert [name for name in names if f"`{name}`" not in page] == []
+
+
+def test_pictures_are_drawn_from_the_results_as_they_are_and_shown() -> None:
+    shown = set(re.findall(r"\]\((plots/[^)]+)\)", (ROOT / "docs/performance.md").read_text()))
+    drawn = sorted((ROOT / "docs/plots").glob("*.svg"))
+    assert {f"plots/{picture.name}" for picture in drawn} == shown
+    for picture in drawn:
+        begin = picture.read_text().partition("<svg")[0]
+        sources = [ROOT / name for name in re.findall(r"made from (\S+)", begin)]
+        assert begin == "".join(f"{mark(source)}\n" for source in sources), f"{picture.name} is stale: run make plots"
+        assert sources
