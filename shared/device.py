@@ -28,4 +28,6 @@ def beside_arithmetic(device: torch.device) -> Iterator[None]:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))  # once: what is written to must have been made
+    return stream

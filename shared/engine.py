@@ -46,16 +46,18 @@ class Engine(ABC, Generic[Job]):
             while (batch := self._next_batch(self.health.retry_s)) is not None:
                 try:
                     with self.health.working():
-                        if batch:
-                            self._run_batch(batch)
-                        else:
-                            self._model.probe()
+                        try:
+                            if batch:
+                                self._run_batch(batch)
+                            else:
+                                self._model.probe()
+                        finally:
+                            self._model.finish()  # before anybody else is given memory of the batch
                 except Exception as error:
                     if not isinstance(error, HeadraceError):
                         log.exception("a pass failed")
                     self._fail(batch, error)
                 finally:
-                    self._model.finish()  # before anybody else is given memory of the batch
                     self._let_go(batch)
 
     @abstractmethod

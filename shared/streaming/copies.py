@@ -10,16 +10,14 @@ run the whole tiering with.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from shared.errors import ConfigurationError
 from shared.tensors import aligned_buffer
-
-log = logging.getLogger(__name__)
 
 
 class Event(Protocol):
@@ -120,14 +118,20 @@ class CudaCopies:
         self._pinned: list[Tensor] = []
 
     def host_buffer(self, size_bytes: int) -> Tensor:
-        """See `Copies`. Where memory cannot be pinned, copies are right, but hold up the thread that asks for them."""
+        """See `Copies`. Pinned.
+
+        Raises:
+            ConfigurationError: the memory cannot be pinned.
+        """
         # Not torch's own pinned memory, which is rounded up to a power of two.
         buffer = aligned_buffer(size_bytes)
         status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size_bytes, 0))
         if status:
-            log.warning("CUDA refuses to pin %d bytes (error %d); copies will be slower", size_bytes, status)
-        else:
-            self._pinned.append(buffer)
+            raise ConfigurationError(
+                f"CUDA cannot pin {size_bytes:,} bytes of host memory (error {status}); raise the limit of locked "
+                "memory, or give less --memory"
+            )
+        self._pinned.append(buffer)
         return buffer
 
     def copy(self, source: Tensor, target: Tensor, arrange: Callable[[], None], after: Event) -> Event:
