@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -73,13 +74,13 @@ class Calls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         if handler.unary_unary:
             return grpc.unary_unary_rpc_method_handler(
                 self._guarded(details.method, handler.unary_unary),
-                handler.request_deserializer,
+                _telling(handler.request_deserializer),
                 handler.response_serializer,
             )
         if handler.unary_stream:
             return grpc.unary_stream_rpc_method_handler(
                 self._guarded(details.method, _writing(handler.unary_stream)),
-                handler.request_deserializer,
+                _telling(handler.request_deserializer),
                 handler.response_serializer,
             )
         return handler
@@ -91,6 +92,8 @@ class Calls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             try:
                 if self.draining:
                     raise UnavailableError("this replica is draining; call another one")
+                if isinstance(request, HeadraceError):
+                    raise request
                 return await handle(request, context)
             except grpc.aio.AbortError:
                 raise
@@ -113,9 +116,25 @@ def _writing(stream: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     async def write_all(request: Any, context: Any) -> None:
         async with aclosing(stream(request, context)) as responses:
             async for response in responses:
-                await context.write(response)
+                try:
+                    await context.write(response)
+                except grpc.aio.InternalError:
+                    # The client left while this was on its way, and gRPC cancels the call in a moment: nobody failed.
+                    raise asyncio.CancelledError from None
 
     return write_all
+
+
+def _telling(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Gives an error instead of a request that cannot be read; gRPC would answer UNKNOWN, and log where it noticed."""
+
+    def read(serialized: bytes) -> Any:
+        try:
+            return deserialize(serialized)
+        except DecodeError:
+            return InvalidRequestError("the request is no message of this method; generate the client from its protos")
+
+    return read
 
 
 async def _abort(context: Any, method: str, error: Exception) -> None:

@@ -24,6 +24,8 @@ class EchoServicer(decode_pb2_grpc.DecodeServiceServicer):
     def __init__(self) -> None:
         self.failure: BaseException | None = None
         self.proceed = asyncio.Event()
+        self.writing = asyncio.Event()
+        """Set when the chunk is about to be written."""
         self.closed = asyncio.Event()
 
     async def Complete(self, request: Any, context: Any) -> Any:
@@ -37,6 +39,7 @@ class EchoServicer(decode_pb2_grpc.DecodeServiceServicer):
             await self.proceed.wait()
             if self.failure:
                 raise self.failure
+            self.writing.set()
             yield decode_pb2.GenerateResponse(chunk=decode_pb2.GenerationChunk(text=request.prompt.text))
         finally:
             self.closed.set()

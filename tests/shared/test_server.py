@@ -37,6 +37,7 @@ from shared.errors import (
     UnavailableError,
 )
 from shared.server import _SERVER_OPTIONS, ServerOptions, TlsFiles, run_server, serving
+from tests.end_to_end.stack import NARROW
 from tests.shared.serving import NAME, Echo, request, stream_request
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -192,8 +193,13 @@ async def test_failures_are_counted_by_class() -> None:
     echo.servicer.failure = CapacityError("full")
     async with echo.served() as (_, channel):
         await _failure(decode_pb2_grpc.DecodeServiceStub(channel).Complete(request()))
+    assert failures_of(echo) == [("CapacityError", 1)]
+
+
+def failures_of(echo: Echo) -> list[tuple[str, float]]:
+    """Calls that failed, by class of error."""
     failures = next(family for family in echo.telemetry.collect() if family.name == "headrace_failures")
-    assert [(sample.labels["kind"], sample.value) for sample in failures.samples] == [("CapacityError", 1)]
+    return [(sample.labels["kind"], sample.value) for sample in failures.samples]
 
 
 def test_no_client_of_ours_asks_more_often_than_servers_allow() -> None:
@@ -212,6 +218,37 @@ async def test_a_cancelled_stream_closes_its_generator() -> None:
         assert (await call.read()).header.request_id == "r1"
         call.cancel()
         await echo.servicer.closed.wait()
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_message_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    echo = Echo()
+    async with echo.served() as (server, _), grpc.aio.insecure_channel(str(server.address), options=NARROW) as channel:
+        call = decode_pb2_grpc.DecodeServiceStub(channel).Generate(stream_request("x" * 2_000_000))
+        await call.read()
+        echo.servicer.proceed.set()
+        await echo.servicer.writing.wait()
+        call.cancel()
+        await echo.servicer.closed.wait()
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert failures_of(echo) == []
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["unary", "stream"])
+async def test_bytes_that_are_no_request_are_an_invalid_argument(
+    streamed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    echo = Echo()
+    async with echo.served() as (_, channel):
+        call = (
+            channel.unary_stream(f"/{NAME}/Generate")(b"\xff\xff\xff").read()
+            if streamed
+            else channel.unary_unary(f"/{NAME}/Complete")(b"\xff\xff\xff")
+        )
+        answer = await _failure(call)
+    assert (answer.code(), _details(answer).reason) == (grpc.StatusCode.INVALID_ARGUMENT, "InvalidRequestError")
+    assert "no message of this method" in str(answer.details())
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert failures_of(echo) == [("InvalidRequestError", 1)]
 
 
 async def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
