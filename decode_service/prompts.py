@@ -67,7 +67,8 @@ class Prompts:
             falls_back = self._local is LocalPrefill.FALLBACK and isinstance(error, UnavailableError)
             if not (falls_back or sequence.preemptions):
                 raise
-            log.warning("computing what request %s lacks here: %s", sequence.request_id, error)
+            # Quoted: a name that its client chose must not look like lines of its own.
+            log.warning("computing what request %r lacks here: %s", sequence.request_id, error)
             return None
 
     def _computes_here(self, sequence: Sequence) -> bool:
