@@ -17,6 +17,7 @@ from shared.calibration import Calibration, calibrated
 from shared.config import parse_bytes
 from shared.demand import DecodeSettings, PrefillSettings, decode_demand, prefill_demand, spool_bytes
 from shared.draft_pack import DraftPack
+from shared.draft_plan import worthwhile_draft
 from shared.errors import ConfigurationError, HeadraceError
 from shared.forecast import Machine, ModelSpeed, Speculation
 from shared.limits import LOCAL_PASS_TOKENS, PREFILL_PASS_TOKENS
@@ -24,12 +25,14 @@ from shared.machine import cached, kernel_versions
 from shared.pack.reader import Pack
 from shared.prospect import Outlook, model_speed
 from shared.shift import Drafting
-from shared.streaming.plan import Demand
+from shared.streaming.plan import Demand, MemoryPlan, plan_memory
 
 Stage = Literal["prefill", "decode", "colocated"]
 
 PLANNED_DRAFT_LENGTH = 4
 """For the forecast of a pass, where the length is left to the service."""
+MODEL_ACCEPTANCE, NGRAM_ACCEPTANCE = 0.8, 0.3
+"""Assumed where nothing was measured. n-grams are right now and then, and often there is none to propose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +43,7 @@ class Planning:
     draft: Draft
     draft_path: Path | None
     draft_length: int | None
-    acceptance: float
+    given_acceptance: float | None
     batch: int
     context_length: int | None
     prefix_cache: str | None
@@ -52,30 +55,59 @@ class Planning:
         """The pack of a draft that is a model."""
         return DraftPack.open(self.draft, self.draft_path, self.pack)
 
+    @property
+    def acceptance(self) -> float:
+        """Chance that a draft token is right."""
+        if self.given_acceptance is not None:
+            return self.given_acceptance
+        return NGRAM_ACCEPTANCE if self.draft_pack is None else MODEL_ACCEPTANCE
+
+    def within(self, budget_bytes: int, stage: Stage) -> Planning:
+        """The same services, without the draft's pack where a process of a stage would leave it out.
+
+        Raises:
+            BudgetError: the budget is too small; the message names the smallest that works.
+        """
+        if stage == "prefill":
+            plan_memory(budget_bytes, self.demand(stage))
+            return self
+
+        def planned(draft_pack: DraftPack | None) -> MemoryPlan:
+            return plan_memory(budget_bytes, self._decode_demand(stage, draft_pack))
+
+        _, used = worthwhile_draft(self.draft, self.draft_pack, planned)
+        return self if used is self.draft_pack else replace(self, draft_path=None)
+
     def without_draft(self) -> Planning:
         """The same services without a draft."""
         return replace(self, draft="none", draft_path=None, draft_length=None, again=False)
 
     def demand(self, stage: Stage) -> Demand:
         """What a process of a stage needs."""
-        context = min(self.context_length or self.pack.spec.context_length, self.pack.spec.context_length)
-        if stage == "prefill":
-            prefill = PrefillSettings(
-                context_length=context,
-                pass_tokens=PREFILL_PASS_TOKENS,
-                spool_bytes=spool_bytes(self.pack, max(context, PREFILL_PASS_TOKENS)),
-                prefix_cache_bytes=parse_bytes(self.prefix_cache) if self.prefix_cache else None,
-            )
-            return prefill_demand(self.pack, prefill, self._runtime_bytes(stage))
+        if stage != "prefill":
+            return self._decode_demand(stage, self.draft_pack)
+        settings = PrefillSettings(
+            context_length=self._context,
+            pass_tokens=PREFILL_PASS_TOKENS,
+            spool_bytes=spool_bytes(self.pack, max(self._context, PREFILL_PASS_TOKENS)),
+            prefix_cache_bytes=parse_bytes(self.prefix_cache) if self.prefix_cache else None,
+        )
+        return prefill_demand(self.pack, settings, self._runtime_bytes(stage))
+
+    def _decode_demand(self, stage: Stage, draft_pack: DraftPack | None) -> Demand:
         colocated = stage == "colocated"
-        decode = DecodeSettings(
-            context_length=context,
+        settings = DecodeSettings(
+            context_length=self._context,
             batch=self.batch,
             draft_length=self.draft_length,
             receives=not colocated,
             prompt_tokens=LOCAL_PASS_TOKENS if colocated else 0,
         )
-        return decode_demand(self.pack, self.draft_pack, decode, self._runtime_bytes(stage))
+        return decode_demand(self.pack, draft_pack, settings, self._runtime_bytes(stage))
+
+    @property
+    def _context(self) -> int:
+        return min(self.context_length or self.pack.spec.context_length, self.pack.spec.context_length)
 
     @cached_property
     def _calibration(self) -> Calibration:

@@ -77,7 +77,7 @@ def _forecast(
     found = []
     # A draft takes memory from layers and KV: without one there is another plan.
     choices = [planning] if planning.draft == "none" else [planning.without_draft(), planning]
-    for choice in choices:
+    for choice in (choice.within(budget_bytes, stage) for choice in choices):
         plan = plan_memory(budget_bytes, choice.demand(stage))
         found.append(of(job, plan, planning.model, planning.machine, planning.batch, [choice.drafting]))
     return min(found, key=lambda forecast: forecast.report_s)

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 Stage = Literal["prefill", "decode", "colocated"]
 
-MODEL_ACCEPTANCE, NGRAM_ACCEPTANCE = 0.8, 0.3
-"""Assumed where nothing was measured. n-grams are right now and then, and often there is none to propose."""
-
 
 def plan(
     pack: Annotated[Path, typer.Argument(help="The packed model.")],
@@ -35,8 +32,7 @@ def plan(
         typer.Option(
             min=0,
             max=1,
-            help=f"Assumed chance that a draft token is right ({MODEL_ACCEPTANCE:g}; n-grams {NGRAM_ACCEPTANCE:g}); "
-            "yours depends on the text.",
+            help="Assumed chance that a draft token is right (0.8; n-grams 0.3); yours depends on the text.",
         ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Most sequences that share a decode pass.")] = DECODE_BATCH,
@@ -76,7 +72,6 @@ def plan(
     from headrace.cli._shift import shift_of
     from shared.pack.reader import Pack
     from shared.prospect import prospect
-    from shared.streaming.plan import plan_memory
 
     torch.set_num_threads(os.cpu_count() or 1)
     shares = stage == "prefill" and job is None
@@ -85,18 +80,17 @@ def plan(
         draft="none" if shares else draft,
         draft_path=None if shares else draft_pack,
         draft_length=draft_length,
-        acceptance=_acceptance(acceptance, draft_pack),
+        given_acceptance=acceptance,
         batch=batch,
         context_length=context_length,
         prefix_cache=prefix_cache,
         again=recalibrate,
     )
     budget_bytes = parse_bytes(memory)
-    demand = planning.demand(stage)
-    plan_memory(budget_bytes, demand)  # refuses before anything is measured
+    planned = planning.within(budget_bytes, stage)  # refuses before anything is measured
     with options.messages.status("measuring disk, memory and matrix products …"):
-        outlook = planning.outlook(stage)
-        found = prospect(budget_bytes, demand, outlook)
+        outlook = planned.outlook(stage)
+        found = prospect(budget_bytes, planned.demand(stage), outlook)
         brought = shift_of(job, budget_bytes, planning, replicas) if job is not None else None
     if as_json:
         extra = {"shift": _shift_view.to_json(brought)} if brought else {}
@@ -105,12 +99,6 @@ def plan(
     show(found, outlook)
     if brought:
         _shift_view.show(brought)
-
-
-def _acceptance(given: float | None, draft_pack: Path | None) -> float:
-    if given is not None:
-        return given
-    return NGRAM_ACCEPTANCE if draft_pack is None else MODEL_ACCEPTANCE
 
 
 def _job(

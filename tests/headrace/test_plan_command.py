@@ -79,6 +79,19 @@ def test_drafts_cost_memory_and_time_and_yield_what_acceptance_says(tiny_pack: T
     assert all(forecast["draft_s"] > 0 for forecast in found["forecasts"])
 
 
+def test_a_draft_pack_that_the_service_would_leave_out_is_not_planned(tiny_pack: TinyPack) -> None:
+    copy = ("--draft-pack", str(tiny_pack("int8", layers=64)))
+    pack = tiny_pack("bf16", layers=64)
+    refused = plan(pack, "--memory", "1MiB", "--draft", "none")
+    smallest = re.search(r"the smallest that works is (\d+) MiB", str(refused.exception))
+    assert smallest
+    # Room for the model, and not for a copy besides.
+    found = json.loads(plan(pack, "--memory", f"{int(smallest[1]) + 8}MiB", *copy, "--json").stdout)
+    assert len(found["resident_layers"]) == 64
+    assert {part["name"]: part["bytes"] for part in found["parts"]}["draft"] == 0
+    assert found["assumed_acceptance"] == 0.3
+
+
 def test_too_small_a_budget_is_refused_with_the_smallest_that_works(tiny_pack: TinyPack) -> None:
     refused = plan(tiny_pack("bf16"), "--memory", "1MiB")
     assert isinstance(refused.exception, BudgetError)
