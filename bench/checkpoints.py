@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shared.model.spec import ModelSpec
@@ -53,6 +53,21 @@ def write_checkpoint(source: Source, out: Path, factor: int = 1) -> Path:
         weight_map |= dict.fromkeys(tensors, file_name)
     (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     _write_description(source, widened_spec(source.spec, factor), out)
+    return out
+
+
+def write_draft(source: Source, trained: Path, out: Path) -> Path:
+    """Writes a small model with the source's tokenizer and embedding as a bf16 folder.
+
+    Args:
+        trained: a safetensors file of its layers and final norm, by Hugging Face's names.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    tensors = load_file(trained)
+    layers = 1 + max(int(name.split(".")[2]) for name in tensors if name.startswith("model.layers."))
+    embedding = source.tensor("embedding.weight").to(torch.bfloat16)
+    save_file(tensors | {OUTER_NAMES["embedding.weight"]: embedding}, out / "model.safetensors")
+    _write_description(source, replace(source.spec, layers=layers), out)
     return out
 
 
