@@ -141,7 +141,7 @@ def nf4(x: Tensor, weight: Mapping[str, Tensor]) -> Tensor:
     """
     if BY_ROWS in weight:
         return linear(x, _dequantized(weight[BY_ROWS], weight[SCALES_BY_ROWS], x.dtype))
-    if not len(x) or not _has_nf4_kernel():  # the kernel ends the process when there are no rows
+    if not (len(x) and x.is_cpu and _has_nf4_kernel()):  # the kernel ends the process when there are no rows
         return linear(x, nf4_dequantize(weight, x.dtype))
     codes, scales = weight["weight"], weight["weight.absmax"]
     shape = (codes.shape[0], codes.shape[1] * 2)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shared.budget import measured_runtime_bytes
 from shared.kv.paged import BLOCK_TOKENS, SHORT_SEGMENT, PagedKeyValues
 from shared.kv.prompt import PromptKeyValues
 from shared.model.attention import PART_TOKENS
@@ -21,7 +22,7 @@ from shared.model.model import Model
 from shared.pack.reader import Pack
 from shared.quant import products
 from shared.quant.arranged import arranged
-from shared.quant.schemes import scheme_named
+from shared.quant.schemes import SCHEMES, scheme_named
 from shared.streaming.copies import SynchronousCopies
 from shared.streaming.plan import Residency
 from shared.tensors import to_bytes
@@ -190,6 +191,19 @@ def test_integer_products_of_a_device_are_exact_for_every_shape(rows: int, shape
     found = products.device_integer_product(codes.to(strict_device()), weight.to(strict_device()))
     assert isinstance(found, StrictTensor)
     assert torch.equal(found.cpu().long(), expected)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_products_take_is_measured_on_the_device_itself(scheme: str) -> None:
+    assert measured_runtime_bytes([scheme_named(scheme)], strict_device()) > 0
+
+
+def test_nf4_as_it_is_stored_is_multiplied_right_too() -> None:
+    scheme = scheme_named("nf4")
+    stored = scheme.fuse([scheme.encode(torch.randn(64, 128, generator=torch.Generator().manual_seed(0)))])
+    on_device = {name: tensor.to(strict_device()) for name, tensor in stored.items()}
+    found = scheme.product(torch.eye(128, dtype=torch.bfloat16).to(strict_device()), on_device)
+    assert torch.equal(found.cpu(), products.nf4_dequantize(stored, torch.bfloat16).t())
 
 
 def test_nf4_is_arranged_in_its_own_memory_and_stands_for_the_same_matrix() -> None:
