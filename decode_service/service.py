@@ -14,6 +14,7 @@ from decode_service.engine import DecodeEngine
 from decode_service.prefill_client import PrefillClient
 from decode_service.prompts import LocalPrefill, Prompts
 from decode_service.requests import RequestReader
+from decode_service.resolver import Target
 from decode_service.scheduler import DecodeScheduler
 from decode_service.scoring import Scoring
 from decode_service.servicer import DecodeServicer
@@ -30,6 +31,7 @@ from shared.device import CPU
 from shared.device_demand import decode_tiers
 from shared.draft_pack import DRAFTS, DraftPack
 from shared.draft_plan import plan_decode, worthwhile_draft
+from shared.errors import ConfigurationError
 from shared.kv.layout import layout_of
 from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues
 from shared.limits import DECODE_BATCH, LOCAL_PASS_TOKENS, LONGEST_DRAFT, OVERCOMMIT
@@ -46,6 +48,7 @@ log = logging.getLogger("decode_service")
 UNREAD_TOKENS = 256
 """A sequence with more tokens than this waiting for its reader sits passes out."""
 DRAFT_HELP = "where proposals come from; auto: n-grams, and the draft pack where it pays (%(default)s)"
+PREFILL_HELP = "prefill replicas; without this option prompts are computed here"
 LOCAL_PREFILL_HELP = "prompts computed here; fallback: short ones, and any when no replica answers (%(default)s)"
 SHARE_PREFIXES_HELP = "reuse keys and values of prompts and answers that begin alike (%(default)s)"
 OVERCOMMIT_HELP = (
@@ -58,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the service; returns the exit code."""
     parser = service_parser("decode_service", "Turns KV caches into tokens; owns all state of a request.")
     add = parser.add_argument
-    add("--prefill", metavar="ADDRESS[,…]", help="prefill replicas; without any, prompts are computed here")
+    add("--prefill", type=_targets, metavar="ADDRESS[,…]", help=PREFILL_HELP)
     add("--local-prefill", choices=[mode.value for mode in LocalPrefill], default="never", help=LOCAL_PREFILL_HELP)
     add("--short-prompt", type=positive, default=64, metavar="TOKENS", help="longest short prompt (%(default)s)")
     add("--pass-tokens", type=positive, default=LOCAL_PASS_TOKENS, metavar="N", help=PASS_TOKENS_HELP)
@@ -157,6 +160,17 @@ async def serve(arguments: argparse.Namespace) -> None:
             await client.close()
 
 
+def _targets(text: str) -> list[str]:
+    """Reads where prefill replicas are. An empty text, perhaps of a variable that is not set, is not "nowhere"."""
+    targets = text.split(",")
+    try:
+        for target in targets:
+            Target.parse(target)
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return targets
+
+
 def _factor(text: str) -> float:
     """Reads an over-commit."""
     value = float(text)
@@ -207,7 +221,7 @@ def _prefill_client(arguments: argparse.Namespace, pack: Pack) -> PrefillClient 
     if not arguments.prefill:
         return None
     return PrefillClient(
-        arguments.prefill.split(","),
+        arguments.prefill,
         model_digest=pack.manifest.model_digest,
         layout=layout_of(pack),
         hidden_size=pack.spec.hidden_size,
