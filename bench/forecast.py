@@ -226,7 +226,7 @@ def _forecast(arrangement: str, draft: str, pilot: Pilot, arguments: argparse.Na
 
 
 def _context(arguments: argparse.Namespace) -> int:
-    return 2 * int(arguments.prompt_tokens) + int(arguments.output_tokens)
+    return int(arguments.context_length or 2 * arguments.prompt_tokens + arguments.output_tokens)
 
 
 COLUMNS = (
@@ -266,6 +266,7 @@ def _arguments() -> argparse.Namespace:
     add("--pilot", type=int, default=8, help="reports before the forecast, at least 2 (%(default)s)")
     add("--prompt-tokens", type=int, default=300, metavar="N", help="about (%(default)s)")
     add("--output-tokens", type=int, default=120, metavar="N", help="exactly (%(default)s)")
+    add("--context-length", type=int, metavar="N", help="of the services (twice the prompts and the answers)")
     add("--json", type=Path, metavar="FILE")
     add("--plot", type=Path, metavar="FILE", help="needs --json or --draw")
     add("--draw", type=Path, metavar="FILE", help="JSON of an earlier run, to be plotted")

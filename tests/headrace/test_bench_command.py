@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from headrace.cli import app
 from headrace.cli.bench import FOLDER
 from shared.errors import ConfigurationError
+from tests.conftest import TinyPack
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-c", "from headrace.cli import main; main()", "bench"]
@@ -56,6 +58,29 @@ def test_errors_are_one_line(arguments: list[str], told: str, tmp_path: Path) ->
     assert run.returncode == 2
     assert told in run.stderr
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.slow
+def test_a_forecast_is_made_and_the_job_is_done(tiny_pack: TinyPack, tmp_path: Path) -> None:
+    found, picture = tmp_path / "forecast.json", tmp_path / "forecast.svg"
+    pack = str(tiny_pack("int8", context=4096))
+    job = ["--memory", "1GiB", "--reports", "4", "--pilot", "2", "--output-tokens", "8"]
+    job += ["--context-length", "4096"]
+    run = subprocess.run(
+        [*PROGRAM, "forecast", pack, *job, "--json", str(found), "--plot", str(picture)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert run.returncode == 0, run.stderr
+    results = json.loads(found.read_text())["results"]
+    cases = [(result["arrangement"], result["draft"]) for result in results]
+    assert cases == [(first, second) for first in ("colocated", "together") for second in ("none", "ngram")]
+    for result in results:
+        assert result["reports"] >= 4
+        assert result["ratio"] == pytest.approx(result["measured_s"] / result["forecast_s"])
+    assert picture.exists()
 
 
 @pytest.mark.slow
