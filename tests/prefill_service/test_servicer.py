@@ -22,7 +22,7 @@ from shared.spool_file import SpoolFolder
 from shared.tensors import from_bytes
 from shared.wire import frame_from_wire, layout_to_wire, outcome_from_wire
 from tests.conftest import TinyPack
-from tests.end_to_end.stack import NARROW, Prefill, everything, prefill_replica, until
+from tests.end_to_end.stack import NARROW, PATIENCE_S, Prefill, everything, prefill_replica, until
 
 CONTEXT = 512
 
@@ -151,8 +151,10 @@ async def test_a_stalled_caller_is_told_so_and_its_neighbour_is_served(tiny_pack
 
 
 async def test_with_a_spool_on_disk_a_stalled_caller_finds_its_handoff_when_it_goes_on_and_nothing_stays(
-    tiny_pack: TinyPack, tmp_path: Path
+    tiny_pack: TinyPack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The disk of a busy machine may take longer for a file than a service would wait.
+    monkeypatch.setattr("shared.spool.PATIENCE_S", PATIENCE_S)
     path = tiny_pack("fp32", context=4096)
     layout = layout_of(Pack.open(path))
     layer_bytes = 3000 * 2 * layout.token_bytes
