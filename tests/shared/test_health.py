@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from shared.errors import CapacityError, DataLossError, HeadraceError, UnavailableError
-from shared.health import RETRY_S, EngineHealth
+from shared.health import RETRY_S, STALL_S, EngineHealth
 
 
 def fail(health: EngineHealth, error: HeadraceError) -> None:
@@ -51,3 +52,20 @@ def test_an_engine_whose_thread_has_ended_is_unhealthy() -> None:
     thread.join()
     health.watch(thread)
     assert not health.healthy
+
+
+def test_an_engine_that_works_and_brings_no_layer_is_unhealthy_and_one_that_is_idle_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("shared.health.time", SimpleNamespace(monotonic=lambda: now_s))
+    health = EngineHealth()
+    with health.working():
+        now_s += STALL_S
+        assert health.healthy
+        now_s += 1
+        assert not health.healthy
+        health.progress()
+        assert health.healthy
+    now_s += 10 * STALL_S
+    assert health.healthy
