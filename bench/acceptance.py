@@ -58,8 +58,8 @@ DRAFT_LAYERS_FILE = "smollm2_draft4_layers.safetensors"
 CHAINS = (4, 8, 12, 16)
 BRANCHES = (1, 2, 3)
 """Tokens of the draft at each place of a chain: the chosen one, and the next best as leaves."""
-LEAST_SHARE = 1e-4
-"""Tokens that neither model gives more add next to nothing to a chance of agreement."""
+SMALLEST_SHARE = 1e-300
+"""Keeps ratios finite; nothing so unlikely is ever chosen."""
 CONTEXT_TOKENS = 512
 
 Probabilities = NDArray[np.float64]
@@ -196,9 +196,14 @@ def probabilities(logits: NDArray[np.float32], temperature: float) -> Probabilit
 
 
 def coupled_chance(p: Probabilities, q: Probabilities) -> float:
-    """Chance that two distributions choose the same token with the same Gumbel noise."""
-    likely = np.flatnonzero(np.minimum(p, q) > LEAST_SHARE)
-    return float(sum(1.0 / np.maximum(p * (1.0 / p[token]), q * (1.0 / q[token])).sum() for token in likely))
+    """Chance that two distributions choose the same token with the same Gumbel noise.
+
+    In order of q ÷ p, the larger term of each sum is p's for tokens up to i and q's for those behind: two running sums.
+    """
+    order = np.argsort(q / np.maximum(p, SMALLEST_SHARE), kind="stable")
+    p, q = np.maximum(p[order], SMALLEST_SHARE), np.maximum(q[order], SMALLEST_SHARE)
+    up_to, behind = p.cumsum(), q[::-1].cumsum()[::-1] - q
+    return float((1.0 / (up_to / p + behind / q)).sum())
 
 
 def tokens_a_pass(ranks: Ranks, length: int, branches: int) -> float:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer
 
 from shared.errors import ConfigurationError
 from shared.kv.paged import PagedKeyValues
 from shared.pack.format import OUTER_FILE
 from shared.pack.reader import Pack
+from shared.quant.schemes import scheme_named
 
 DRAFTS = ("auto", "none", "ngram", "self", "model")
 """`auto`: n-grams, and the draft's pack, if one is given, where they fail and it pays."""
+OUTPUT_SHARE = 1 / 4
+"""Of the weights that a draft's token reads: an output matrix of at least this share is quantized for it."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,21 @@ class DraftPack:
     def weight_bytes(self) -> int:
         """Memory of its weights; a draft is never streamed."""
         outer_bytes = 0 if self.shares_outer else self.pack.outer_bytes
-        return outer_bytes + self.pack.layers_bytes
+        return outer_bytes + self.pack.layers_bytes + self.int8_output_bytes
+
+    @property
+    def int8_output_bytes(self) -> int:
+        """Memory of its output matrix in int8, by which it proposes; 0 where it does so by the unquantized one.
+
+        Of a small model that matrix is half of what a token reads, and int8 costs no acceptance (`docs/design.md`). Of
+        a large one it is little, and the memory is worth more to the target.
+        """
+        spec, dtype = self.pack.spec, self.pack.scheme.compute_dtype
+        unquantized_bytes = spec.vocab_size * spec.hidden_size * dtype.itemsize
+        if dtype != torch.bfloat16 or unquantized_bytes < OUTPUT_SHARE * (unquantized_bytes + self.pack.layers_bytes):
+            return 0
+        components = scheme_named("int8").components(spec.vocab_size, spec.hidden_size).values()
+        return sum(math.prod(shape) * kind.itemsize for kind, shape in components)
 
     @property
     def block_bytes(self) -> int:

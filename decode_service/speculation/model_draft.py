@@ -21,7 +21,7 @@ class ModelDraft:
     """
 
     def __init__(self, model: Model, kv: PagedKeyValues, *, shares_target_kv: bool) -> None:
-        self._model = model
+        self.model = model
         self._kv = kv
         self._shares_target_kv = shares_target_kv
         self._passes: list[tuple[int, float]] = []
@@ -46,8 +46,8 @@ class ModelDraft:
             chunks = {sequence: inputs[sequence][:CATCH_UP_TOKENS] for sequence in active}
             batch = TokenBatch.of((chunks[sequence], contexts[sequence]) for sequence in active)
             kv = self._kv.for_pass(batch.segments, [sequence.blocks for sequence in active])
-            hidden = self._model.forward(batch, kv)
-            logits = self._model.logits(hidden[batch.last_rows]).numpy()
+            hidden = self.model.forward(batch, kv)
+            logits = self.model.logits(hidden[batch.last_rows]).numpy()
             for sequence, row in zip(active, logits, strict=True):
                 contexts[sequence] += len(chunks[sequence])
                 inputs[sequence] = inputs[sequence][len(chunks[sequence]) :]

@@ -13,8 +13,9 @@ from shared.model.attention import PART_TOKENS
 from shared.model.batch import TokenBatch
 from shared.model.embedding import EmbeddingFile
 from shared.model.layers import KeyValues, LayerWeights, decoder_layer, norm
+from shared.model.mlp import Linear
 from shared.model.rotary import RotationOfRows, RotationOnDemand, rotation
-from shared.model.spec import Rope
+from shared.model.spec import ModelSpec, Rope
 from shared.pack.reader import Pack
 from shared.quant.products import linear
 from shared.streaming.copies import Copies
@@ -32,6 +33,7 @@ class Model:
         residency: Residency,
         outer: Mapping[str, Tensor] | None = None,
         *,
+        output: Linear | None = None,
         verify_always: bool = False,
         copies: Copies | None = None,
     ) -> None:
@@ -39,6 +41,7 @@ class Model:
 
         Args:
             outer: the outer weights, where another model has loaded the same ones.
+            output: multiplies by something like the output matrix in its place; for drafts.
             verify_always: compare a streamed layer's digest whenever it is read.
             copies: what brings layers to the device that computes; None where it is the CPU.
 
@@ -52,7 +55,8 @@ class Model:
         """Where the model computes."""
         self.outer = on_device(pack.read_outer(), self.device) if outer is None else outer
         self._final_norm = self.outer["final_norm.weight"]
-        self._output = self.outer["embedding.weight" if pack.spec.tied_embeddings else "output.weight"]
+        self._output = output_matrix(pack.spec, self.outer)
+        self._output_in_its_place = output
         self._embedding_file = (
             None
             if pack.spec.tied_embeddings
@@ -117,11 +121,14 @@ class Model:
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output matrix: [rows, hidden_size] -> float32 [rows, vocab_size], in the host's memory."""
         hidden = hidden.to(self.device)
-        logits = linear(norm(self.spec, hidden, self._final_norm), self._output).float()
+        logits = self._unscaled_logits(norm(self.spec, hidden, self._final_norm)).float()
         if self.spec.multipliers.logits != 1.0:
             logits.mul_(self.spec.multipliers.logits)
         cap = self.spec.logit_soft_cap
         return (logits if cap is None else logits.div_(cap).tanh_().mul_(cap)).cpu()
+
+    def _unscaled_logits(self, normed: Tensor) -> Tensor:
+        return self._output_in_its_place(normed) if self._output_in_its_place else linear(normed, self._output)
 
     def finish(self) -> None:
         """Returns when everything is computed that was asked for. A CPU is done when asking for it returns."""
@@ -133,6 +140,11 @@ class Model:
         self._stream.close()
         if self._embedding_file:
             self._embedding_file.close()
+
+
+def output_matrix(spec: ModelSpec, outer: Mapping[str, Tensor]) -> Tensor:
+    """What turns features into logits, [vocab_size, hidden_size]; of tied embeddings, these."""
+    return outer["embedding.weight" if spec.tied_embeddings else "output.weight"]
 
 
 class Pass:

@@ -22,8 +22,8 @@ def test_the_chance_of_agreement_is_the_share_of_draws_that_agree_and_no_more_th
     chance = coupled_chance(p, q)
     assert chance == pytest.approx(agreed, abs=4 * np.sqrt(0.25 / draws))
     overlap = np.minimum(p, q).sum()
-    assert overlap / (2 - overlap) - 1e-3 <= chance <= overlap + 1e-9, "the bounds that are known of it"
-    assert coupled_chance(p, p) == pytest.approx(1.0, abs=1e-3)
+    assert overlap / (2 - overlap) - 1e-9 <= chance <= overlap + 1e-9, "the bounds that are known of it"
+    assert coupled_chance(p, p) == pytest.approx(1.0)
 
 
 def test_a_walk_counts_a_pass_for_each_chain_and_a_leaf_takes_it_one_token_further() -> None:

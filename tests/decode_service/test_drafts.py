@@ -13,6 +13,7 @@ from decode_service.choice import choose_next
 from decode_service.drafts import build_drafts
 from decode_service.sampling import SamplingParams
 from decode_service.sequence import Sequence
+from decode_service.speculation.model_draft import ModelDraft
 from shared.draft_pack import DraftPack
 from shared.errors import ConfigurationError
 from shared.kv.paged import PagedKeyValues
@@ -81,6 +82,27 @@ def test_a_copy_in_a_lower_scheme_shares_keys_values_and_outer_weights(tiny_pack
     assert copy is not None
     assert (copy.shares_kv, copy.shares_outer, copy.block_bytes) == (True, True, 0)
     assert copy.weight_bytes == copy.pack.spec.layers * copy.pack.layer_layout.data_bytes
+
+
+def test_a_draft_whose_output_matrix_is_a_large_part_of_it_proposes_by_one_in_int8(
+    tiny_pack: TinyPack, outlet: Any
+) -> None:
+    shape = {"vocab": 640, "layers": 2}
+    target = Pack.open(tiny_pack("bf16", **shape))
+    copy = DraftPack.open("self", tiny_pack("int8", **shape), target)
+    assert copy is not None
+    assert copy.int8_output_bytes == 640 * 64 + 640 * 4
+    assert copy.weight_bytes == copy.pack.layers_bytes + copy.int8_output_bytes
+    model = Model(target, everything(target))
+    kv = PagedKeyValues(target.spec, model.dtype, BLOCKS)
+    draft = build_drafts("self", copy, model, kv, BLOCKS).model
+    assert isinstance(draft, ModelDraft)
+    hidden = torch.randn(5, 64).to(torch.bfloat16)
+    with torch.inference_mode():
+        ours, exact = draft.model.logits(hidden), model.logits(hidden)
+    assert not torch.equal(ours, exact)
+    assert torch.nn.functional.cosine_similarity(ours, exact).min() > 0.999
+    assert torch.equal(model.logits(hidden), exact), "the target's own is left alone"
 
 
 def test_another_model_pays_for_its_own_keys_values_and_outer_weights(tiny_pack: TinyPack) -> None:
