@@ -60,11 +60,13 @@ def write_pack(
         overwrite: replace a pack that `out` already is. Any other folder is never touched.
 
     Raises:
-        ConfigurationError: `out` exists, another process is packing to it, or the disk has too little room.
+        ConfigurationError: `out` exists or has no name, another process packs to it, or the disk has too little room.
         UnsupportedModelError: the scheme cannot hold a matrix of this model, or would quantize one a second time.
         DataLossError: the source holds values that are not finite.
         CapacityError: the disk filled up on the way; the same call goes on where it stopped.
     """
+    if not out.name:
+        raise ConfigurationError(f"{out} is no name for a pack; give a folder that is not there yet")
     source.require_scheme(scheme)
     sizes = file_sizes(source, scheme)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -75,7 +75,8 @@ def byte_level_bpe(metadata: Mapping[str, Any], file: str) -> Tokenizer:
     try:
         tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=pairs, ignore_merges=rule.whole_pieces_first))
     except Exception as error:  # the library raises nothing narrower
-        raise UnsupportedModelError(f"{file}: its merges do not fit its tokens ({error})") from None
+        reason = str(error).splitlines()[0]
+        raise UnsupportedModelError(f"{file}: its merges do not fit its tokens ({reason})") from None
     tokenizer.pre_tokenizer = rule.pre_tokenizer()
     if rule.normalizer is not None:
         tokenizer.normalizer = rule.normalizer()

@@ -71,11 +71,18 @@ def open_gguf(path: Path) -> Source:
         fingerprint=fingerprint_of([path]),
         spec=spec,
         tokenizer_json=tokenizer_json(metadata, path.name),
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=_chat_template(metadata, path.name),
         end_token_ids=end_token_ids(metadata),
         special_tokens=special_tokens(metadata),
         read_rows=read_rows,
     )
+
+
+def _chat_template(metadata: Metadata, file: str) -> str | None:
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise UnsupportedModelError(f"{file}: tokenizer.chat_template is no text")
+    return template
 
 
 def _architecture(metadata: Metadata, file: str) -> Architecture:

@@ -149,14 +149,29 @@ def _parse(cursor: _Cursor, data: np.ndarray[Any, Any], file: str) -> GgufFile:
             raise _DamagedError(f"tensor {name!r} is there twice, or has {dimensions} dimensions")
         shape = tuple(cursor.number("<Q") for _ in range(dimensions))[::-1]
         table[name] = (shape, cursor.number("<I"), cursor.number("<Q"))
-    start = _aligned(cursor.position, metadata.get("general.alignment", DEFAULT_ALIGNMENT))
-    return GgufFile(metadata, {name: _tensor(data, start, name, file, *entry) for name, entry in table.items()})
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    start = _aligned(cursor.position, alignment)
+    tensors = {name: _tensor(data, start, name, file, *entry) for name, entry in table.items()}
+    _check_apart(tensors, {name: offset for name, (_, _, offset) in table.items()}, alignment)
+    return GgufFile(metadata, tensors)
 
 
 def _aligned(position: int, alignment: Any) -> int:
     if not isinstance(alignment, int) or alignment < 1:
         raise _DamagedError(f"its alignment is {alignment!r}")
     return -(-position // alignment) * alignment
+
+
+def _check_apart(tensors: Mapping[str, GgufTensor], offsets: Mapping[str, int], alignment: int) -> None:
+    """Tensors lie on boundaries and share no byte: with a wrong offset, one would have the weights of another."""
+    end = 0
+    for name in sorted(offsets, key=offsets.__getitem__):
+        if offsets[name] % alignment or offsets[name] < end:
+            raise _DamagedError(
+                f"tensor {name!r} has the offset {offsets[name]:,}, which lies in another tensor, "
+                f"or on no boundary of {alignment} bytes"
+            )
+        end = offsets[name] + tensors[name].stored.nbytes
 
 
 def _tensor(

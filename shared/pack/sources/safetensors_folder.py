@@ -77,7 +77,7 @@ def open_folder(folder: Path) -> Source:
             {*stored.files.values(), tokenizer, *(folder / file for file in described_by if _has(folder, file))}
         ),
         spec=spec,
-        tokenizer_json=tokenizer.read_text(encoding="utf-8"),
+        tokenizer_json=_read_text(tokenizer),
         chat_template=_chat_template(folder, tokenizer_config),
         end_token_ids=_end_token_ids(folder, config),
         special_tokens=_special_tokens(tokenizer_config),
@@ -93,7 +93,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> file that holds it: as the index says, or those of the one file where there is no index."""
     if _has(folder, INDEX_FILE):
         return _indexed_files(folder)
-    candidates = sorted(folder.glob("*.safetensors"))
+    candidates = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     if _has(folder, SINGLE_FILE):
         candidates = [folder / SINGLE_FILE]
     if len(candidates) != 1:
@@ -174,11 +174,11 @@ def _stored_name(family: Family, logical_name: str, *, stacked: bool = False) ->
 
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
     if _has(folder, "chat_template.jinja"):
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        return _read_text(folder / "chat_template.jinja")
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):  # several named templates: the one called "default" is for plain chats
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[-1].get("template") if named else None
     if template is not None and not isinstance(template, str):
         raise UnsupportedModelError(f"{folder.resolve().name}: chat_template in tokenizer_config.json is no text")
     return template
@@ -204,6 +204,13 @@ def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(content, str):
             tokens[role] = content
     return tokens
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UnsupportedModelError(f"{path.name} is no UTF-8 text: {error}; download it again") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

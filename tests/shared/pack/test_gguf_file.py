@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,7 @@ def test_a_beginning_token_is_added_where_the_file_asks_for_it(tiny_model: TinyM
         ({"tokenizer__ggml__pre": "viking"}, "viking"),
         ({"tokenizer__ggml__add_bos_token": True, "tokenizer__ggml__bos_token_id": 320}, "bos_token_id"),
         ({"tokenizer__ggml__add_space_prefix": True}, "add_space_prefix"),
+        ({"tokenizer__chat_template": 3}, "chat_template is no text"),
         ({"omit": ("tokenizer.ggml.merges",)}, "merges"),
         ({"omit": ("llama.embedding_length",)}, "embedding_length"),
     ],
@@ -118,4 +120,18 @@ def test_a_file_that_lacks_its_last_weights_is_found(tiny_model: TinyModel, tmp_
     path = write_gguf(tmp_path / "m.gguf", tiny_model())
     path.write_bytes(path.read_bytes()[:-5000])
     with pytest.raises(DataLossError, match=r"m\.gguf"):
+        open_source(path)
+
+
+@pytest.mark.parametrize("offset", [0, 7])
+def test_tensors_that_share_bytes_or_begin_between_boundaries_are_found(
+    offset: int, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", tiny_model())
+    content = bytearray(path.read_bytes())
+    name = b"blk.1.attn_q.weight"
+    place = content.index(name) + len(name) + 4 + 2 * 8 + 4  # behind the number of dimensions, them, and the kind
+    content[place : place + 8] = struct.pack("<Q", offset)
+    path.write_bytes(content)
+    with pytest.raises(DataLossError, match="lies in another tensor, or on no boundary of 32 bytes"):
         open_source(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -71,3 +72,33 @@ def test_models_of_another_kind_are_named(checkpoint: Path, changes: dict[str, A
     edit_json(checkpoint / "config.json", **changes)
     with pytest.raises(UnsupportedModelError, match=named):
         open_source(checkpoint)
+
+
+def test_weights_that_are_no_regular_file_are_not_waited_for(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    os.mkfifo(checkpoint / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match="one safetensors file was expected; found none"):
+        open_source(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "named"),
+    [
+        ("tokenizer.json", b"\xff\xfe", r"tokenizer\.json is no UTF-8 text"),
+        ("tokenizer.json", b"{}", "its tokenizer cannot be read"),
+        ("chat_template.jinja", b"\xff\xfe", r"chat_template\.jinja is no UTF-8 text"),
+        ("chat_template.jinja", b"{% for %}", "chat template is not valid"),
+    ],
+)
+def test_texts_that_services_could_not_use_are_found_before_packing(
+    checkpoint: Path, file: str, content: bytes, named: str
+) -> None:
+    (checkpoint / file).write_bytes(content)
+    with pytest.raises(UnsupportedModelError, match=named):
+        open_source(checkpoint)
+
+
+def test_of_several_chat_templates_only_the_default_counts(checkpoint: Path) -> None:
+    templates = [{"name": ["odd"], "template": "a"}, {"name": "default", "template": "b"}, "c"]
+    edit_json(checkpoint / "tokenizer_config.json", chat_template=templates)
+    assert open_source(checkpoint).chat_template == "b"

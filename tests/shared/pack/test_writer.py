@@ -260,3 +260,9 @@ def test_damaged_weights_are_not_packed(tiny_model: TinyModel, tmp_path: Path) -
     with pytest.raises(DataLossError, match="not finite"):
         write_pack(open_source(checkpoint), tmp_path / "pack", scheme_named("bf16"))
     assert not (tmp_path / "pack").exists()
+
+
+@pytest.mark.parametrize("out", ["/", "."])
+def test_a_place_without_a_name_is_refused(out: str, tiny_model: TinyModel) -> None:
+    with pytest.raises(ConfigurationError, match="no name for a pack"):
+        write_pack(open_source(tiny_model()), Path(out), scheme_named("fp32"))
