@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,6 +28,8 @@ PIECE_BYTES = 4 << 20
 """About how much of a float32 matrix one core works on at a time."""
 PIECE_ROWS = 32
 """Pieces have a multiple of so many rows, as nf4 groups them."""
+LARGEST_VALUE = torch.finfo(torch.bfloat16).max
+"""No model has larger values, and most schemes would make them infinite."""
 FLOATING_SCHEMES = ("bf16", "fp32")
 """Schemes that hold any matrix without quantizing it."""
 
@@ -87,12 +88,14 @@ class Source:
         """Reads a tensor, or some of its rows, as float32.
 
         Raises:
-            DataLossError: it holds values that are not finite.
+            DataLossError: it holds values that are not finite, or would not be once they are rounded to bfloat16.
         """
         values = self.read_rows(name, rows).to(torch.float32)
         # Not torch.isfinite, which makes several copies; and the extremes are NaN where any value is.
-        if values.numel() and not all(map(math.isfinite, map(float, values.aminmax()))):
-            raise DataLossError(f"{self.name}: {name} holds values that are not finite; the checkpoint is damaged")
+        if values.numel() and not all(abs(float(extreme)) <= LARGEST_VALUE for extreme in values.aminmax()):
+            raise DataLossError(
+                f"{self.name}: {name} holds values that are not finite in bfloat16; the checkpoint is damaged"
+            )
         return values
 
     @cached_property

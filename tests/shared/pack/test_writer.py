@@ -252,10 +252,11 @@ def test_two_packers_do_not_share_a_place(tiny_model: TinyModel, tmp_path: Path)
     write_pack(open_source(tiny_model()), out, scheme_named("bf16"))
 
 
-def test_damaged_weights_are_not_packed(tiny_model: TinyModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pattern", [0xFFFFFFFF, 0x7F7FFFFF], ids=["not a number", "infinite in bfloat16"])
+def test_damaged_weights_are_not_packed(pattern: int, tiny_model: TinyModel, tmp_path: Path) -> None:
     checkpoint = write_gguf(tmp_path / "m.gguf", tiny_model())
     content = bytearray(checkpoint.read_bytes())
-    content[-4096:] = b"\xff" * 4096  # not-a-number in every float32
+    content[-4096:] = pattern.to_bytes(4, "little") * 1024
     checkpoint.write_bytes(content)
     with pytest.raises(DataLossError, match="not finite"):
         write_pack(open_source(checkpoint), tmp_path / "pack", scheme_named("bf16"))
