@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from decode_service.replicas import Replica, Replicas, Sample
+from decode_service.replicas import SILENT_S, Replica, Replicas, Sample
 from headrace.v1 import logprobs_pb2, prefill_pb2, prefill_pb2_grpc
 from shared.errors import (
     CapacityError,
@@ -53,11 +53,13 @@ class PrefillClient:
         layout: KvLayout,
         hidden_size: int,
         sample: Sample = random.sample,
+        silent_s: float = SILENT_S,
     ) -> None:
         """Prepares calls to all replicas that the gRPC targets stand for; they need not be up yet.
 
         Args:
             sample: draws the replicas among which the least busy is chosen.
+            silent_s: how long a call may bring nothing before its replica is asked whether it is alive.
 
         Raises:
             ConfigurationError: one of the texts is no target.
@@ -66,6 +68,7 @@ class PrefillClient:
         self._layout = layout
         self._hidden_size = hidden_size
         self._replicas = Replicas(targets, sample=sample)
+        self._silent_s = silent_s
 
     async def close(self) -> None:
         """Closes all channels."""
@@ -171,7 +174,7 @@ class PrefillClient:
         timeout_s: float | None,
     ) -> logprobs_pb2.ScoreResult:
         call = prefill_pb2_grpc.PrefillServiceStub(replica.channel).Score(request, timeout=timeout_s)
-        with _errors_of(replica, call) as stream:
+        with _errors_of(replica, call, self._silent_s) as stream:
             async for response in stream:
                 match response.WhichOneof("event"):
                     case "header":
@@ -231,7 +234,7 @@ class PrefillClient:
     ) -> PrefillOutcome:
         receiver = HandoffReceiver(self._layout, len(request.token_ids), store, request.held_tokens)
         call = prefill_pb2_grpc.PrefillServiceStub(replica.channel).Prefill(request, timeout=timeout_s)
-        with _errors_of(replica, call) as stream:
+        with _errors_of(replica, call, self._silent_s) as stream:
             async for response in stream:
                 match response.WhichOneof("event"):
                     case "header":
@@ -263,20 +266,36 @@ class _QueueFullError(CapacityError):
 class _Stream:
     """The responses of a call, and whether there has been one."""
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, replica: Replica, silent_s: float) -> None:
         self._call = call
+        self._replica = replica
+        self._silent_s = silent_s
         self.begun = False
 
     async def __aiter__(self) -> AsyncIterator[Any]:
-        async for response in self._call:
+        while (response := await self._next()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
             self.begun = True
             yield response
 
+    async def _next(self) -> Any:
+        """The next response, however long it takes a replica that is alive."""
+        coming = asyncio.ensure_future(self._call.read())
+        try:
+            while not (await asyncio.wait([coming], timeout=self._silent_s))[0]:
+                if not await self._replica.is_alive(self._silent_s) and not coming.done():
+                    raise UnavailableError(
+                        f"prefill replica {self._replica.address} has said nothing for {self._silent_s:g} s, and does "
+                        "not tell its status"
+                    )
+            return coming.result()
+        finally:
+            coming.cancel()
+
 
 @contextmanager
-def _errors_of(replica: Replica, call: Any) -> Iterator[_Stream]:
+def _errors_of(replica: Replica, call: Any, silent_s: float) -> Iterator[_Stream]:
     """Around reading a call: statuses become our errors, and whatever happens the call is over in the end."""
-    stream = _Stream(call)
+    stream = _Stream(call, replica, silent_s)
     try:
         yield stream
     except grpc.aio.AioRpcError as error:

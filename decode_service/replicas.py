@@ -34,6 +34,8 @@ MISMATCHED_ASIDE_S = 30.0
 STATUS_S = 0.25
 """How long what a replica says of its queue is believed."""
 STATUS_TIMEOUT_S = 0.5
+SILENT_S = 5.0
+"""A call that brings nothing for so long makes us ask whether its replica is alive; and so long it has to answer."""
 RESOLVE_S = 10.0
 """How often names are resolved while all is well, so that new replicas are found."""
 RESOLVE_AFTER_FAILURE_S = 1.0
@@ -83,6 +85,18 @@ class Replica:
             self._asked_s, self._queued_tokens = float("-inf"), 0
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 self.failed(f"no status: {error.details() or error.code().name}")
+
+    async def is_alive(self, within_s: float) -> bool:
+        """Whether it answers anything at all: a process that hangs, or a host that is gone, does not.
+
+        A pass may take longer than any silence; the status is answered beside it.
+        """
+        stub = status_pb2_grpc.StatusServiceStub(self.channel)
+        try:
+            await stub.GetStatus(status_pb2.GetStatusRequest(), timeout=within_s)
+        except grpc.aio.AioRpcError as error:
+            return error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        return True
 
     @contextmanager
     def calling(self, tokens: int) -> Iterator[None]:

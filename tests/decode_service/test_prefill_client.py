@@ -13,7 +13,8 @@ import grpc
 import pytest
 
 from decode_service.prefill_client import ROUNDS, PrefillClient
-from headrace.v1 import prefill_pb2, prefill_pb2_grpc
+from decode_service.replicas import SILENT_S
+from headrace.v1 import prefill_pb2, prefill_pb2_grpc, status_pb2, status_pb2_grpc
 from shared.config import parse_address
 from shared.errors import (
     CapacityError,
@@ -42,7 +43,7 @@ def pack(tiny_pack: TinyPack) -> Path:
 
 
 @asynccontextmanager
-async def client_of(path: Path, *addresses: str) -> AsyncIterator[PrefillClient]:
+async def client_of(path: Path, *addresses: str, silent_s: float = SILENT_S) -> AsyncIterator[PrefillClient]:
     pack = Pack.open(path)
     client = PrefillClient(
         list(addresses),
@@ -50,6 +51,7 @@ async def client_of(path: Path, *addresses: str) -> AsyncIterator[PrefillClient]
         layout=layout_of(pack),
         hidden_size=pack.spec.hidden_size,
         sample=lambda replicas, count: list(replicas[:count]),
+        silent_s=silent_s,
     )
     try:
         yield client
@@ -360,3 +362,67 @@ async def test_a_handoff_that_is_not_exactly_what_was_asked_for_is_an_error_and_
         async with prefill_replica(pack) as good, client_of(pack, bad, good.address) as client:
             outcome, _ = await prefilled(client)
             assert outcome.frame_count == 4
+
+
+class Hanging(prefill_pb2_grpc.PrefillServiceServicer, status_pb2_grpc.StatusServiceServicer):
+    """A replica that takes a call and then says nothing, until it is let go; if it gets stuck, of its status either."""
+
+    def __init__(self, gets_stuck: bool) -> None:
+        self._gets_stuck = gets_stuck
+        self._stuck = False
+        self.let_go = asyncio.Event()
+        self.asked = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    async def Prefill(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self._stuck = self._gets_stuck
+        try:
+            await self.let_go.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "let go")
+        yield
+
+    async def GetStatus(self, request: Any, context: Any) -> status_pb2.GetStatusResponse:
+        self.asked.set()
+        if self._stuck:
+            await asyncio.Event().wait()
+        return status_pb2.GetStatusResponse()
+
+
+@asynccontextmanager
+async def hanging(*, gets_stuck: bool) -> AsyncIterator[tuple[str, Hanging]]:
+    servicer = Hanging(gets_stuck)
+    server = grpc.aio.server()
+    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
+    status_pb2_grpc.add_StatusServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}", servicer
+    finally:
+        await server.stop(None)
+
+
+async def test_a_replica_that_hangs_without_dying_is_left_for_another(pack: Path) -> None:
+    async with (
+        hanging(gets_stuck=True) as (stuck, servicer),
+        prefill_replica(pack) as alive,
+        client_of(pack, stuck, alive.address, silent_s=0.05) as client,
+    ):
+        _, stored = await prefilled(client)
+        assert stored
+        await asyncio.wait_for(servicer.cancelled.wait(), 60)
+
+
+async def test_a_replica_that_is_silent_and_alive_is_waited_for(pack: Path) -> None:
+    async with hanging(gets_stuck=False) as (slow, servicer), client_of(pack, slow, silent_s=0.05) as client:
+        waiting = asyncio.create_task(prefilled(client))
+        for _ in range(3):
+            servicer.asked.clear()
+            await asyncio.wait_for(servicer.asked.wait(), 60)
+        assert not waiting.done()
+        servicer.let_go.set()
+        with pytest.raises(UnavailableError, match="let go"):
+            await waiting
