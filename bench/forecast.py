@@ -263,7 +263,7 @@ def _arguments() -> argparse.Namespace:
     add("--draft", default="none,ngram", metavar="KIND[,…]", help="(%(default)s)")
     add("--draft-pack", metavar="PACK", help="for the drafts self and model")
     add("--reports", type=int, default=64, help="of a job, at least (%(default)s)")
-    add("--pilot", type=int, default=8, help="reports before the forecast, at least 2 (%(default)s)")
+    add("--pilot", type=int, default=BATCH + 1, help="reports before the forecast, at least 2 (%(default)s)")
     add("--prompt-tokens", type=int, default=300, metavar="N", help="about (%(default)s)")
     add("--output-tokens", type=int, default=120, metavar="N", help="exactly (%(default)s)")
     add("--context-length", type=int, metavar="N", help="of the services (twice the prompts and the answers)")

@@ -9,7 +9,7 @@ from typing import Any
 from shared.machine import cached, machine_key
 from shared.pack.reader import Pack
 from shared.speed import disk_bytes_per_s, layer_seconds, memory_bytes_per_s, output_seconds
-from shared.speed_attention import context_token_s, decode_rest_s, prompt_rest_s
+from shared.speed_attention import rest_seconds
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ def calibrated(pack: Pack, threads: int, *, again: bool = False) -> Calibration:
 
 
 def _measure(pack: Pack) -> Calibration:
-    products = layer_seconds(pack)
+    products, rest = layer_seconds(pack), rest_seconds(pack)
     return Calibration(
         disk_bytes_per_s=disk_bytes_per_s(pack),
         memory_bytes_per_s=memory_bytes_per_s(),
         streamed_layer_s=products.streamed,
         resident_layer_s=products.resident,
         output_s=output_seconds(pack),
-        decode_rest_s=decode_rest_s(pack),
-        context_token_s=context_token_s(pack),
-        prompt_rest_s=prompt_rest_s(pack),
+        decode_rest_s=rest.decode,
+        context_token_s=rest.context_token,
+        prompt_rest_s=rest.prompt,
     )

@@ -1,24 +1,25 @@
-"""Short measurements of what a layer takes besides its matrix products: norms, rotation, keys and values, attention."""
+"""Short measurements of what a layer takes besides its matrix products: norms, rotation, keys and values, attention.
+
+Whole layers are timed, one after another as in a pass, and then their products alone. What lies between the two cannot
+be timed by itself: its data would stay in the caches, which the weights of a pass sweep, and threads would not have to
+wake up between two kinds of work.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues
 from shared.kv.prompt import PromptKeyValues
 from shared.model.batch import TokenBatch
 from shared.model.layers import KeyValues, LayerWeights, decoder_layer
 from shared.model.rotary import rotation
-from shared.model.spec import ModelSpec
-from shared.pack.format import bind
 from shared.pack.reader import Pack
-from shared.speed import PRODUCT_S, typical_s
-from shared.tensors import aligned_buffer
+from shared.speed import PRODUCT_S, products_s, settled_layers, undisturbed_s
 
 DECODE_ROWS = (1, 8, 32, 128)
 PROMPT_TOKENS = (64, 256, 1024)
@@ -28,59 +29,65 @@ SEQUENCES = 8
 """In the passes that show it."""
 
 
-def decode_rest_s(pack: Pack) -> dict[int, float]:
-    """Rows -> seconds for one layer without its products: sequences with one new token each, and little context."""
-    return {rows: _pass_s(pack, rows, LITTLE_CONTEXT) for rows in DECODE_ROWS}
+@dataclass(frozen=True)
+class RestSeconds:
+    """What one layer does besides its products."""
+
+    decode: dict[int, float]
+    """Rows -> seconds: sequences with one new token each, and little context."""
+    context_token: float
+    """Seconds for attention to one more token of a sequence that decodes."""
+    prompt: dict[int, float]
+    """Prompt tokens -> seconds, for a prompt of that length."""
 
 
-def context_token_s(pack: Pack) -> float:
-    """Seconds for one layer's attention to one more token of a sequence that decodes."""
+def rest_seconds(pack: Pack) -> RestSeconds:
+    """Times layers that stay in memory, without the experts that they may have."""
+    layers = [replace(layer, router=None) for layer in settled_layers(pack)]
+    longest = pack.spec.context_length
+    lengths = [length for length in PROMPT_TOKENS if length <= longest] or [longest]
+    return RestSeconds(
+        decode={rows: _rest_s(pack, layers, rows, _pass_s(pack, layers, rows, LITTLE_CONTEXT)) for rows in DECODE_ROWS},
+        context_token=_context_token_s(pack, layers),
+        prompt={length: _rest_s(pack, layers, length, _prompt_s(pack, layers, length)) for length in lengths},
+    )
+
+
+def _rest_s(pack: Pack, layers: Sequence[LayerWeights], rows: int, whole_s: float) -> float:
+    return max(0.0, whole_s - products_s(pack, layers, (), rows))
+
+
+def _context_token_s(pack: Pack, layers: Sequence[LayerWeights]) -> float:
     if pack.spec.context_length <= MORE_CONTEXT:
         return 0.0  # too short to matter
-    more_s, little_s = (_pass_s(pack, SEQUENCES, context) for context in (MORE_CONTEXT, LITTLE_CONTEXT))
+    more_s, little_s = (_pass_s(pack, layers, SEQUENCES, context) for context in (MORE_CONTEXT, LITTLE_CONTEXT))
     return max(0.0, more_s - little_s) / (SEQUENCES * (MORE_CONTEXT - LITTLE_CONTEXT))
 
 
-def prompt_rest_s(pack: Pack) -> dict[int, float]:
-    """Prompt tokens -> seconds for one layer of a prompt of that length, without its products."""
-    lengths = [length for length in PROMPT_TOKENS if length <= pack.spec.context_length] or [pack.spec.context_length]
-    return {length: _prompt_s(pack, length) for length in lengths}
-
-
-def _pass_s(pack: Pack, sequences: int, context: int) -> float:
+def _pass_s(pack: Pack, layers: Sequence[LayerWeights], sequences: int, context: int) -> float:
     batch = TokenBatch.of(([0], context) for _ in range(sequences))
     blocks = -(-(context + 1) // BLOCK_TOKENS)
-    pool = PagedKeyValues(_one_layer(pack.spec), pack.scheme.compute_dtype, sequences * blocks)
+    # As many layers as there are weights of; which of them see only a window does not matter to what a pool takes.
+    spec = replace(pack.spec, layers=len(layers), unrotated_layers=(), local_attention=None)
+    pool = PagedKeyValues(spec, pack.scheme.compute_dtype, sequences * blocks)
     tables = [range(first * blocks, (first + 1) * blocks) for first in range(sequences)]
-    return _rest_s(pack, batch, pool.for_pass(batch.segments, tables))
+    return _whole_s(pack, layers, batch, pool.for_pass(batch.segments, tables))
 
 
-def _prompt_s(pack: Pack, tokens: int) -> float:
+def _prompt_s(pack: Pack, layers: Sequence[LayerWeights], tokens: int) -> float:
     batch = TokenBatch.of([([0] * tokens, 0)])
-    return _rest_s(pack, batch, PromptKeyValues(batch.segments))
+    return _whole_s(pack, layers, batch, PromptKeyValues(batch.segments))
 
 
-def _rest_s(pack: Pack, batch: TokenBatch, kv: KeyValues) -> float:
+def _whole_s(pack: Pack, layers: Sequence[LayerWeights], batch: TokenBatch, kv: KeyValues) -> float:
     spec, dtype = pack.spec, pack.scheme.compute_dtype
-    weights = _weights_of_no_cost(pack)
-    hidden = torch.ones(len(batch.token_ids), spec.hidden_size, dtype=dtype)
-    turn = rotation(spec.ropes[0], batch.positions, dtype)
+    features = torch.randn(len(batch.token_ids), spec.hidden_size).to(dtype)
+    turns = {rope: rotation(rope, batch.positions, dtype) for rope in set(spec.ropes)}
+
+    def layer_pass(layer: int, weights: LayerWeights) -> None:
+        # Always the same features: what the same layer adds again and again would grow beyond what numbers hold.
+        decoder_layer(spec, layer, weights, features.clone(), turns[spec.ropes[layer]], kv)
+
     with torch.inference_mode():
-        return typical_s([partial(decoder_layer, spec, 0, weights, hidden, turn, kv)], PRODUCT_S)
-
-
-def _one_layer(spec: ModelSpec) -> ModelSpec:
-    """What a pool for a single layer is made for."""
-    return replace(spec, layers=1, unrotated_layers=(), local_attention=None)
-
-
-def _weights_of_no_cost(pack: Pack) -> LayerWeights:
-    """A layer whose products only make room for their results, and without experts."""
-    scheme = replace(pack.scheme, product=_nothing)
-    buffer = aligned_buffer(pack.layer_layout.data_bytes).fill_(0)
-    layer = LayerWeights.of(bind(buffer, pack.layer_layout), scheme)
-    return replace(layer, router=None)
-
-
-def _nothing(x: Tensor, weight: Mapping[str, Tensor]) -> Tensor:
-    return x.new_zeros(len(x), len(weight["weight"]))
+        works = [partial(layer_pass, layer, weights) for layer, weights in enumerate(layers)]
+        return undisturbed_s(works, PRODUCT_S)

@@ -80,14 +80,15 @@ def test_drafts_cost_memory_and_time_and_yield_what_acceptance_says(tiny_pack: T
 
 
 def test_a_draft_pack_that_the_service_would_leave_out_is_not_planned(tiny_pack: TinyPack) -> None:
-    copy = ("--draft-pack", str(tiny_pack("int8", layers=64)))
-    pack = tiny_pack("bf16", layers=64)
-    refused = plan(pack, "--memory", "1MiB", "--draft", "none")
+    shape = {"layers": 32, "hidden": 256, "intermediate": 1024}
+    pack, short = tiny_pack("bf16", **shape), ("--context-length", "64", "--batch", "1")
+    refused = plan(pack, "--memory", "1MiB", "--draft", "none", *short)
     smallest = re.search(r"the smallest that works is (\d+) MiB", str(refused.exception))
     assert smallest
-    # Room for the model, and not for a copy besides.
-    found = json.loads(plan(pack, "--memory", f"{int(smallest[1]) + 8}MiB", *copy, "--json").stdout)
-    assert len(found["resident_layers"]) == 64
+    # Layers of 64 MiB, and a copy of half that: room for the model, and not for both.
+    copy = ("--memory", f"{int(smallest[1]) + 76}MiB", "--draft-pack", str(tiny_pack("int8", **shape)))
+    found = json.loads(plan(pack, *copy, *short, "--json").stdout)
+    assert len(found["resident_layers"]) == 32
     assert {part["name"]: part["bytes"] for part in found["parts"]}["draft"] == 0
     assert found["assumed_acceptance"] == 0.3
 
