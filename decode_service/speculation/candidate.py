@@ -25,6 +25,8 @@ class Candidate:
     """Most tokens that may be proposed."""
     looked_up: int = 0
     """Tokens that a lookup has found, for nothing."""
+    certainty: int = 0
+    """How good they are to be taken for: acceptance is measured for each value apart."""
     missing: int = 0
     """Tokens that the draft's model would have to take in first, at least 1; 0: there is no such model."""
 

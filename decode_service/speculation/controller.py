@@ -22,13 +22,16 @@ import numpy as np
 from decode_service.sequence import Sequence
 from decode_service.speculation.candidate import NOTHING, Candidate, Choice, Source
 from decode_service.speculation.estimates import Acceptance, Costs, Load
-from decode_service.speculation.plans import Estimates, Floats, Plan, best_plan
+from decode_service.speculation.plans import Estimates, Plan, best_plan
 
 PROBE_PASSES = 64
 """After this many passes without the draft's model it is tried again, since text changes; lookups are judged always.
 After as many with proposals that promise little, one goes without: what a pass takes alone is to be known well then."""
 PROBE_SHARE = 0.01
 """Of the time of all these passes, trying it may take no more than this; otherwise it has to wait."""
+
+_Kind = tuple[Source, int]
+"""A source, and how certain it was."""
 
 
 class DraftController:
@@ -47,8 +50,8 @@ class DraftController:
         load = Load()
         self._draft_costs = Costs(load)
         self._pass_costs = Costs(load)
-        self._overall: defaultdict[Source, Acceptance] = defaultdict(Acceptance)
-        self._by_sequence: WeakKeyDictionary[Sequence, dict[Source, Acceptance]] = WeakKeyDictionary()
+        self._overall: defaultdict[_Kind, Acceptance] = defaultdict(Acceptance)
+        self._by_sequence: WeakKeyDictionary[Sequence, dict[_Kind, Acceptance]] = WeakKeyDictionary()
         self._idle_passes = 0
         self._idle_s = 0.0
         self._doubtful_passes = 0.0
@@ -81,22 +84,22 @@ class DraftController:
         self._pass_costs.add(rows, elapsed_s)
         self._idle_s += elapsed_s
 
-    def verified(self, sequence: Sequence, source: Source, proposed: int, accepted: int) -> None:
+    def verified(self, sequence: Sequence, source: Source, proposed: int, accepted: int, certainty: int = 0) -> None:
         """The target has judged the first tokens that a source proposed, or would have proposed."""
         if proposed:
-            known = self._by_sequence.setdefault(sequence, {})
-            known.setdefault(source, Acceptance(self._overall[source].rate)).add(proposed, accepted)
-            self._overall[source].add(proposed, accepted)
+            known, kind = self._by_sequence.setdefault(sequence, {}), (source, certainty)
+            known.setdefault(kind, Acceptance(self._overall[kind].rate)).add(proposed, accepted)
+            self._overall[kind].add(proposed, accepted)
 
-    def _acceptance(self, sequence: Sequence, source: Source) -> float:
+    def _acceptance(self, sequence: Sequence, source: Source, certainty: int = 0) -> float:
         """That of the sequence, or, until anything is known of it, of all sequences."""
-        return self._by_sequence.get(sequence, {}).get(source, self._overall[source]).rate
+        kind = (source, certainty)
+        return self._by_sequence.get(sequence, {}).get(kind, self._overall[kind]).rate
 
     def _estimates(self, candidates: AnySequence[Candidate]) -> Estimates:
-        def rates(source: Source) -> Floats:
-            return np.array([self._acceptance(candidate.sequence, source) for candidate in candidates])
-
-        return Estimates(rates(Source.LOOKUP), rates(Source.MODEL), self._draft_costs, self._pass_costs)
+        lookup = [self._acceptance(each.sequence, Source.LOOKUP, each.certainty) for each in candidates]
+        model = [self._acceptance(each.sequence, Source.MODEL) for each in candidates]
+        return Estimates(np.array(lookup), np.array(model), self._draft_costs, self._pass_costs)
 
     def _goes_without(self, plan: Plan) -> bool:
         """Whether it is time to measure a pass without proposals."""

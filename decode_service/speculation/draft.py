@@ -23,6 +23,14 @@ class Draft(Protocol):
         ...
 
 
+class Lookup(Draft, Protocol):
+    """A draft that costs nothing, and finds something for some sequences only."""
+
+    def certainty(self, sequence: Sequence) -> int:
+        """How good the proposal for a sequence is to be taken for; acceptance is measured for each value apart."""
+        ...
+
+
 class ComputingDraft(Draft, Protocol):
     """A draft that takes passes of its own. Knows how to go on with any sequence."""
 
@@ -39,5 +47,5 @@ class ComputingDraft(Draft, Protocol):
 class Drafts:
     """Where proposals come from: nowhere, a lookup that costs nothing, a model, or whichever of the two pays."""
 
-    lookup: Draft | None = None
+    lookup: Lookup | None = None
     model: ComputingDraft | None = None

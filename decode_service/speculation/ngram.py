@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+LONGEST_MATCH = 8
+"""Whether more tokens than these are the same is not looked at."""
+
 
 class NgramIndex:
     """Where each n-gram of one sequence last occurred.
@@ -42,11 +45,28 @@ class NgramIndex:
         A continuation that reaches the end of the sequence goes on with what it has proposed so far, so a repeating
         text is continued periodically.
         """
+        start = self._start()
+        if start is None:
+            return []
+        period = len(self._tokens) - start
+        return [self._tokens[start + step % period] for step in range(count)]
+
+    def matched(self) -> int:
+        """How many tokens at the sequence's end are the same as before what is proposed, at most `LONGEST_MATCH`.
+
+        The more, the likelier is the proposal right; 0 where there is none.
+        """
+        start = self._start()
+        if start is None:
+            return 0
+        pairs = zip(reversed(self._tokens[max(0, start - LONGEST_MATCH) : start]), reversed(self._tokens), strict=False)
+        return next((length for length, (there, here) in enumerate(pairs) if there != here), min(start, LONGEST_MATCH))
+
+    def _start(self) -> int | None:
+        """Where the continuation of the latest earlier occurrence of the longest suffix begins."""
         for length in self._lengths:
-            if length > len(self._tokens):
-                continue
-            start = self._continuations.get(tuple(self._tokens[-length:]))
-            if start is not None:
-                period = len(self._tokens) - start
-                return [self._tokens[start + step % period] for step in range(count)]
-        return []
+            if length <= len(self._tokens):
+                start = self._continuations.get(tuple(self._tokens[-length:]))
+                if start is not None:
+                    return start
+        return None

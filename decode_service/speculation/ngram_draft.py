@@ -21,6 +21,10 @@ class NgramDraft:
         """See `Draft`. Indexes what is new in each sequence first."""
         return [self._index(sequence).propose(count) for sequence, count in zip(sequences, counts, strict=True)]
 
+    def certainty(self, sequence: Sequence) -> int:
+        """See `Lookup`: how many tokens match."""
+        return self._index(sequence).matched()
+
     def _index(self, sequence: Sequence) -> NgramIndex:
         index = self._indexes.setdefault(sequence, NgramIndex())
         index.extend(sequence.tokens[len(index) :])

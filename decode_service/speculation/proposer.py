@@ -20,6 +20,7 @@ class _Tried:
     """Of the draft whose proposal it is."""
     looked_up: list[int]
     """Judged whatever was proposed: it costs nothing, and tells how good lookups are here."""
+    certainty: int
     computed: list[int]
     """What the draft's model proposed."""
 
@@ -43,22 +44,27 @@ class Proposer:
             beside: how many tokens each of the other sequences in that pass brings.
         """
         rooms = [max(0, min(room, self._controller.longest)) for room in rooms]
-        found = self._look_up(sequences, rooms)
-        model = self._drafts.model
+        lookup, model = self._drafts.lookup, self._drafts.model
+        found = lookup.propose(sequences, rooms) if lookup else [[] for _ in sequences]
+        certain = [
+            lookup.certainty(sequence) if lookup and tokens else 0
+            for sequence, tokens in zip(sequences, found, strict=True)
+        ]
         candidates = [
             Candidate(
                 sequence=sequence,
                 room=room,
                 looked_up=len(tokens),
+                certainty=certainty,
                 missing=model.missing(sequence) if model else 0,
             )
-            for sequence, room, tokens in zip(sequences, rooms, found, strict=True)
+            for sequence, room, tokens, certainty in zip(sequences, rooms, found, certain, strict=True)
         ]
         choices = self._controller.choose(candidates, beside)
         computed = self._compute(sequences, choices)
         self._tried = {
-            sequence: _Tried(self._kind(choice), tokens, computed.get(sequence, []))
-            for sequence, choice, tokens in zip(sequences, choices, found, strict=True)
+            sequence: _Tried(self._kind(choice), tokens, certainty, computed.get(sequence, []))
+            for sequence, choice, tokens, certainty in zip(sequences, choices, found, certain, strict=True)
         }
         proposals = [
             tokens[: choice.length] if choice.source is Source.LOOKUP else computed.get(sequence, [])
@@ -74,17 +80,14 @@ class Proposer:
         if tried is None:
             return
         self._metrics.record_accepted(tried.kind, len(chosen) - 1)
-        for source, tokens in ((Source.LOOKUP, tried.looked_up), (Source.MODEL, tried.computed)):
+        judged = ((Source.LOOKUP, tried.looked_up, tried.certainty), (Source.MODEL, tried.computed, 0))
+        for source, tokens, certainty in judged:
             compared = min(len(tokens), len(chosen))
-            self._controller.verified(sequence, source, compared, _agreed(tokens, chosen))
+            self._controller.verified(sequence, source, compared, _agreed(tokens, chosen), certainty)
 
     def passed(self, rows: int, elapsed_s: float) -> None:
         """The target's pass over so many tokens took that long."""
         self._controller.passed(rows, elapsed_s)
-
-    def _look_up(self, sequences: list[Sequence], rooms: list[int]) -> list[list[int]]:
-        lookup = self._drafts.lookup
-        return lookup.propose(sequences, rooms) if lookup else [[] for _ in sequences]
 
     def _compute(self, sequences: list[Sequence], choices: list[Choice]) -> dict[Sequence, list[int]]:
         """What the draft's model proposes, for those that it is asked for."""

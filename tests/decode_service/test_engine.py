@@ -110,6 +110,9 @@ class ScriptedDraft:
     def __init__(self, script: Callable[[Sequence, int], list[int]]) -> None:
         self._script = script
 
+    def certainty(self, sequence: Sequence) -> int:
+        return 0
+
     def propose(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
         return [self._script(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_service.speculation.ngram import NgramIndex
+from decode_service.speculation.ngram import LONGEST_MATCH, NgramIndex
 
 
 def brute_force(tokens: Sequence[int], count: int, max_ngram: int, min_ngram: int) -> list[int]:
@@ -41,6 +41,26 @@ def test_proposals_are_those_of_brute_force_however_the_tokens_came(
         index.extend(tokens[start:end])
         assert len(index) == end
         assert index.propose(count) == brute_force(tokens[:end], count, max_ngram, min_ngram)
+
+
+@given(tokens=st.lists(st.integers(0, 2), max_size=40))
+def test_a_match_is_as_long_as_the_tokens_before_the_proposal_are_those_before_the_end(tokens: list[int]) -> None:
+    index = NgramIndex()
+    index.extend(tokens)
+    start = next(
+        (
+            at
+            for length in (4, 3, 2)
+            for at in range(len(tokens) - 1, length - 1, -1)
+            if len(tokens) > length and tokens[at - length : at] == tokens[-length:]
+        ),
+        None,
+    )
+    same = 0
+    while start is not None and same < min(start, LONGEST_MATCH) and tokens[start - 1 - same] == tokens[-1 - same]:
+        same += 1
+    assert index.matched() == same
+    assert bool(same) == bool(index.propose(1))
 
 
 def test_the_longest_match_wins_over_a_later_shorter_one() -> None:

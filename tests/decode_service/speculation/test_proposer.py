@@ -41,9 +41,9 @@ class Listening(DraftController):
         super().__init__(LONGEST, LONGEST, rows_limit=100)
         self.told: list[tuple[Source, int, int]] = []
 
-    def verified(self, sequence: Sequence, source: Source, proposed: int, accepted: int) -> None:
+    def verified(self, sequence: Sequence, source: Source, proposed: int, accepted: int, certainty: int = 0) -> None:
         self.told.append((source, proposed, accepted))
-        super().verified(sequence, source, proposed, accepted)
+        super().verified(sequence, source, proposed, accepted, certainty)
 
 
 def sequence(*tokens: int) -> Sequence:
@@ -72,7 +72,7 @@ def test_the_model_is_asked_where_no_lookup_has_found_anything() -> None:
 def test_a_lookup_is_judged_as_far_as_the_text_went_even_where_the_model_proposed() -> None:
     controller, quoting = Listening(), sequence(7, 8, 9, 7, 8)
     for _ in range(20):
-        controller.verified(quoting, Source.LOOKUP, 1, 0)
+        controller.verified(quoting, Source.LOOKUP, 1, 0, certainty=2)
     controller.told.clear()
     proposer = Proposer(Drafts(NgramDraft(), Counting()), controller)
     assert proposer.propose([quoting], [9]) == [[50, 51, 52, 53]], "lookups have failed here again and again"
@@ -110,6 +110,16 @@ def test_kinds_lengths_acceptance_and_costs_are_counted() -> None:
     assert found["headrace_draft_accepted_tokens_total", "ngram", None] == 2
     assert found["headrace_draft_accepted_tokens_total", "model", None] == 1
     assert found["headrace_draft_pass_seconds_sum", None, None] == 0.5
+
+
+def test_a_long_match_is_believed_where_short_ones_have_failed() -> None:
+    controller = DraftController(LONGEST, LONGEST, rows_limit=100)
+    short, long = sequence(7, 8, 9, 7, 8), sequence(1, 2, 3, 7, 8, 9, 1, 2, 3, 7, 8)
+    for _ in range(20):
+        controller.verified(sequence(1), Source.LOOKUP, 1, 0, certainty=2)
+        controller.verified(sequence(1), Source.LOOKUP, 4, 4, certainty=5)
+    proposer = Proposer(Drafts(NgramDraft(), Counting()), controller)
+    assert proposer.propose([short, long], [4, 4]) == [[50, 51, 52, 53], [9, 1, 2, 3]]
 
 
 def test_without_any_draft_nothing_is_proposed() -> None:
