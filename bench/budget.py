@@ -81,7 +81,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pack", type=Path)
     parser.add_argument("--memory", help="budget of each process; by default the smallest that it accepts")
-    parser.add_argument("--draft", default="ngram", choices=("none", "ngram", "self", "model"))
+    parser.add_argument("--draft", default="ngram", choices=("auto", "none", "ngram", "self", "model"))
     parser.add_argument("--draft-pack", type=Path)
     parser.add_argument("--context-length", type=int, default=1024)
     parser.add_argument("--requests", type=int, default=24)
