@@ -82,6 +82,11 @@ class Costs:
         self._sizes: list[float] = []
         self._times_s: list[float] = []
 
+    @property
+    def unknown(self) -> bool:
+        """Nothing was measured so far."""
+        return not self._sizes
+
     def add(self, size: int, elapsed_s: float) -> None:
         """Takes a measurement in."""
         self._added += 1

@@ -18,6 +18,9 @@ from decode_service.speculation.estimates import Costs, expected_tokens
 WORTHWHILE = 1.05
 """Drafts have to promise so many times the rate without: estimates have errors, and doing without is safe."""
 
+FIRST_LENGTH = 2
+"""Tokens of the first proposal of a draft's model, at most."""
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -52,7 +55,7 @@ def best_plan(candidates: AnySequence[Candidate], estimates: Estimates, lengths:
     """
     room, found, missing, remaining = _columns(candidates)
     of_lookup = np.array(lengths if found.any() else lengths[:1])
-    of_model = np.array(lengths if missing.any() else lengths[:1])
+    of_model = np.array(_model_lengths(lengths, estimates) if missing.any() else lengths[:1])
     # Axes: who asks the model, sequences, length of a lookup, length of the model's proposal.
     looked_up = np.minimum(of_lookup, found[:, None])[None, :, :, None]
     computed = np.minimum(of_model, np.where(missing > 0, room, 0)[:, None])[None, :, None, :]
@@ -79,6 +82,13 @@ def best_plan(candidates: AnySequence[Candidate], estimates: Estimates, lengths:
     chosen = zip(looks_up[order, :, lookup, model], lengths_chosen[order, :, lookup, model], strict=True)
     choices = [_choice(bool(looks), int(length)) for looks, length in chosen]
     return Plan(choices, float(rates[order, lookup, model]) / without if any(c.length for c in choices) else 1.0)
+
+
+def _model_lengths(lengths: range, estimates: Estimates) -> range:
+    """A model's first proposal is short: it tells what a token of any later one costs."""
+    if not estimates.draft_costs.unknown:
+        return lengths
+    return range(lengths.start, max(lengths.start, min(lengths.stop - 1, FIRST_LENGTH)) + 1)
 
 
 def _columns(candidates: AnySequence[Candidate]) -> tuple[Ints, Ints, Ints, Ints]:

@@ -16,6 +16,7 @@ from decode_service.sequence import Sequence
 from decode_service.speculation.candidate import Candidate, Choice, Source
 from decode_service.speculation.controller import PROBE_PASSES, DraftController
 from decode_service.speculation.estimates import SINGLE_TRUST, Acceptance, Costs, Load, expected_tokens
+from decode_service.speculation.plans import FIRST_LENGTH
 from shared.outlet import Outlet
 
 LONGEST = 12
@@ -70,10 +71,11 @@ class Machine:
         for _ in range(passes):
             candidates = [self.candidate(each) for each in self.sequences]
             choices = controller.choose(candidates)
-            steps = max((choice.length for choice in choices if choice.source is Source.MODEL), default=0)
+            asked = [choice.length for choice in choices if choice.source is Source.MODEL]
+            steps = max(asked, default=0)
             rows = len(candidates) + sum(choice.length for choice in choices)
             for _ in range(steps):
-                controller.draft_passed(len(candidates), self.step_s)
+                controller.draft_passed(len(asked), self.step_s)
             controller.passed(rows, self.pass_s(rows))
             elapsed_s += steps * self.step_s + self.pass_s(rows)
             for candidate, choice in zip(candidates, choices, strict=True):
@@ -228,6 +230,17 @@ def test_no_more_is_asked_for_than_there_is_room_and_nothing_of_nobody() -> None
         (Source.NOTHING, 0),
         (Source.NOTHING, 0),
     ]
+
+
+def test_a_model_is_first_tried_with_a_short_proposal() -> None:
+    controller = DraftController(0, LONGEST, rows_limit=1024)
+    candidates = [Candidate(sequence=sequence(), room=LONGEST, missing=1) for _ in range(8)]
+    assert controller.choose(candidates) == [Choice(Source.MODEL, FIRST_LENGTH)] * 8
+    controller.draft_passed(8, 0.001)
+    controller.passed(24, 1.0)
+    assert min(choice.length for choice in controller.choose(candidates)) > FIRST_LENGTH
+    fixed = DraftController(5, 5, rows_limit=1024)
+    assert fixed.choose(candidates) == [Choice(Source.MODEL, 5)] * 8
 
 
 @pytest.mark.parametrize(("max_tokens", "asks"), [(20, False), (2000, True)])
