@@ -68,7 +68,7 @@ class DraftController:
         spare_rows = self._rows_limit - len(candidates) - len(beside)
         longest = max(0, min(self.longest, spare_rows // offered))
         lengths = range(min(self._shortest, longest), longest + 1)
-        plan = best_plan(candidates, self._estimates(candidates), lengths, sum(beside))
+        plan = best_plan(candidates, self._estimates(candidates), lengths, beside)
         if not longest or self._shortest == self.longest:
             return plan.choices
         if self._goes_without(plan):

@@ -46,12 +46,17 @@ class Plan:
     """Expected rate ÷ that without any proposal; 1 where that was no choice."""
 
 
-def best_plan(candidates: AnySequence[Candidate], estimates: Estimates, lengths: range, other_rows: int) -> Plan:
+def best_plan(
+    candidates: AnySequence[Candidate], estimates: Estimates, lengths: range, beside: AnySequence[int] = ()
+) -> Plan:
     """The plan that is expected to yield the most tokens a second.
 
     Args:
         lengths: of proposals, to choose from.
-        other_rows: tokens of other sequences in the same pass.
+        beside: how many tokens each of the other sequences in the same pass brings. A long prompt is no reason to draft
+            longer, though the pass takes its time anyway: whatever delays it delays what will be written after it. So
+            tokens that are gained are weighed against time by the rate that all will have once there are only such
+            passes.
     """
     room, found, missing, remaining = _columns(candidates)
     of_lookup = np.array(lengths if found.any() else lengths[:1])
@@ -68,17 +73,23 @@ def best_plan(candidates: AnySequence[Candidate], estimates: Estimates, lengths:
     lengths_chosen = np.where(looks_up, looked_up, computed)
     asked = ~looks_up & (computed > 0)
 
-    elapsed_s = estimates.pass_costs.of(other_rows + len(candidates) + lengths_chosen.sum(1))
+    rows = len(candidates) + lengths_chosen.sum(1)
+    draft_s = np.zeros(rows.shape)
     if missing.any():
         steps = np.where(asked, computed, 0).max(1)
-        elapsed_s += steps * estimates.draft_costs.of(asked.sum(1))
+        draft_s = steps * estimates.draft_costs.of(asked.sum(1))
         if (missing > 1).any():
-            elapsed_s += _catching_up_s(missing, remaining, asked, model_tokens, estimates.draft_costs)
-    rates = tokens.sum(1) / np.maximum(elapsed_s, 1e-9)
+            draft_s += _catching_up_s(missing, remaining, asked, model_tokens, estimates.draft_costs)
+    total = tokens.sum(1)
+    rates = total / np.maximum(draft_s + estimates.pass_costs.of(rows), 1e-9)
     without = float(rates[0, 0, 0])
     if not lengths[0]:
         rates[:, 0, 0] *= WORTHWHILE
-    order, lookup, model = np.unravel_index(int(rates.argmax()), rates.shape)
+    values = rates
+    if beside:
+        rate = float(rates.max()) * (1 + len(beside) / len(candidates))
+        values = total - rate * (draft_s + estimates.pass_costs.of(sum(beside) + rows))
+    order, lookup, model = np.unravel_index(int(values.argmax()), values.shape)
     chosen = zip(looks_up[order, :, lookup, model], lengths_chosen[order, :, lookup, model], strict=True)
     choices = [_choice(bool(looks), int(length)) for looks, length in chosen]
     return Plan(choices, float(rates[order, lookup, model]) / without if any(c.length for c in choices) else 1.0)

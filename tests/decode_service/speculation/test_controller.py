@@ -243,6 +243,17 @@ def test_a_model_is_first_tried_with_a_short_proposal() -> None:
     assert fixed.choose(candidates) == [Choice(Source.MODEL, 5)] * 8
 
 
+def test_a_long_prompt_in_the_same_pass_is_no_reason_to_draft_where_it_does_not_pay() -> None:
+    controller = DraftController(0, LONGEST, rows_limit=1024)
+    for rows in (1, 2, 4, 8, 16, 64, 512):
+        for _ in range(2):
+            controller.passed(rows, 0.02 + 0.001 * rows)
+            controller.draft_passed(min(rows, 8), 0.02)
+    candidates = [Candidate(sequence=sequence(), room=LONGEST, missing=1) for _ in range(2)]
+    assert not any(choice.length for choice in controller.choose(candidates))
+    assert not any(choice.length for choice in controller.choose(candidates, beside=(400, 100)))
+
+
 @pytest.mark.parametrize(("max_tokens", "asks"), [(20, False), (2000, True)])
 def test_a_model_takes_in_a_long_prompt_only_where_enough_tokens_may_follow(max_tokens: int, asks: bool) -> None:
     controller = DraftController(0, LONGEST, rows_limit=1024)
