@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+HUGE_PAGE = 2 << 20
+"""Bytes, as of x86 and most of ARM."""
 
-def aligned_buffer(size_bytes: int) -> Tensor:
-    """Page-aligned memory, uint8 [size_bytes], as O_DIRECT needs it. Its pages count once they are touched."""
-    return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+
+def aligned_buffer(size_bytes: int, *, lazily: bool = False) -> Tensor:
+    """Page-aligned memory, uint8 [size_bytes], as O_DIRECT needs it.
+
+    In huge pages where the system has them: a read into small ones, scattered over the machine's memory, is cut into
+    many requests (`docs/streaming.md` has the measurement).
+
+    Args:
+        lazily: small pages, each of which counts only once it is touched.
+    """
+    memory = mmap.mmap(-1, size_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    data = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -data.data_ptr() % HUGE_PAGE
+    huge_bytes = size_bytes // HUGE_PAGE * HUGE_PAGE  # the rest in small ones: nothing beyond the end is to count
+    if huge_bytes and not lazily and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE, start, huge_bytes)
+    return data[start : start + size_bytes]
 
 
 def byte_view(tensor: Tensor) -> memoryview:

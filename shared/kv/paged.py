@@ -190,7 +190,7 @@ def _finite_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
     """Zeros, whose pages count once they are touched: what is masked is multiplied by 0, and 0 × NaN is NaN."""
     if device != CPU:
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
-    return aligned_buffer(math.prod(shape) * dtype.itemsize).view(dtype).view(*shape)
+    return aligned_buffer(math.prod(shape) * dtype.itemsize, lazily=True).view(dtype).view(*shape)
 
 
 def _as_bytes(tensor: Tensor) -> np.ndarray:
