@@ -22,13 +22,15 @@ def aligned_buffer(size_bytes: int, *, lazily: bool = False) -> Tensor:
     Args:
         lazily: small pages, each of which counts only once it is touched.
     """
-    memory = mmap.mmap(-1, size_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    huge_bytes = size_bytes // HUGE_PAGE * HUGE_PAGE  # the rest in small ones: nothing beyond the end is to count
+    if lazily or not huge_bytes or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.frombuffer(mmap.mmap(-1, size_bytes, flags=private), dtype=torch.uint8)
+    memory = mmap.mmap(-1, size_bytes + HUGE_PAGE, flags=private)
     data = torch.frombuffer(memory, dtype=torch.uint8)
     start = -data.data_ptr() % HUGE_PAGE
-    huge_bytes = size_bytes // HUGE_PAGE * HUGE_PAGE  # the rest in small ones: nothing beyond the end is to count
-    if huge_bytes and not lazily and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE, start, huge_bytes)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE, start, huge_bytes)
     return data[start : start + size_bytes]
 
 
