@@ -78,7 +78,18 @@ def packing_pays(scheme: Scheme, outputs: int, inputs: int) -> bool:
     """
     outputs = min(outputs, max(1, TRIAL_BYTES // (inputs * scheme.components(1, inputs)["weight"][0].itemsize)))
     key = machine_key() | {"scheme": scheme.name, "shape": [outputs, inputs], "threads": torch.get_num_threads()}
-    return bool(cached("packing", key, lambda: _is_right(scheme) and _is_faster(scheme, outputs, inputs)))
+    return bool(
+        cached("packing", key, lambda: _can(scheme) and _is_right(scheme) and _is_faster(scheme, outputs, inputs))
+    )
+
+
+def _can(scheme: Scheme) -> bool:
+    """oneDNN packs bf16 for some processors only."""
+    try:
+        PACKERS[scheme.name](scheme.encode(torch.ones(96, 640)))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _is_right(scheme: Scheme) -> bool:
