@@ -23,7 +23,7 @@ from headrace.errors import Cancelled
 from headrace.request import Request, RequestOptions
 from headrace.retry import DEFAULT_RETRY, Attempts, RetryPolicy
 from headrace.score import Score, ScoreOptions
-from headrace.target import Target, balanced, replicas
+from headrace.target import Target, balanced, name_of, replicas
 from headrace.tls import Tls, metadata_of
 from headrace.types import Completion, ServerStatus
 from headrace.v1 import decode_pb2_grpc
@@ -58,7 +58,7 @@ class _Settings:
         self._endpoint = balanced(target)
         self._timeout_s = timeout_s
         self._retry = retry
-        self._tls = tls
+        self._tls = tls.naming(name_of(target)) if tls else None
         self._metadata = metadata_of(metadata)
 
     def _attempts(self, timeout_s: float | None) -> Attempts:

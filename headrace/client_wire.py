@@ -195,4 +195,5 @@ def server_status(message: status_pb2.GetStatusResponse, address: str) -> Server
         kv_blocks_cached=message.kv_blocks_cached,
         cached_tokens=message.cached_tokens,
         preemptions=message.preemptions,
+        draining=message.draining,
     )

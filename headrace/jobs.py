@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -20,13 +21,17 @@ from headrace.job_output import Answer, output_line
 from headrace.pace import Pace
 from headrace.report import BatchReport, Tally, batch_report
 from headrace.retry import RetryPolicy
-from headrace.target import Target, replicas
+from headrace.target import Target, name_of, replicas
+from headrace.tls import Tls, metadata_of
 from headrace.types import Chunk, ServerStatus
 
 CONCURRENCY_PER_REPLICA = 8
 """Where the search for the best begins."""
 SHIFT_S = 8 * 3600.0
 TIMEOUT_S = 3600.0
+
+Ask = Callable[[Sequence[str]], Awaitable[tuple[ServerStatus, ...]]]
+"""Asks the services at some addresses how they are."""
 
 PATIENCE = RetryPolicy(attempts=8, first_delay_s=1.0, longest_delay_s=30.0)
 """For a job whose answer broke off halfway or found the queue full: a batch can wait, and start a line anew."""
@@ -51,6 +56,8 @@ async def run_batch(
     *,
     target: Target,
     progress: Progress,
+    tls: Tls | None = None,
+    metadata: Mapping[str, str] | None = None,
     addresses: Sequence[str] | None = None,
     concurrency: int | None = None,
     timeout_s: float | None = TIMEOUT_S,
@@ -69,6 +76,7 @@ async def run_batch(
         out: the file to write.
         target: the decode services.
         progress: is told what happens.
+        tls, metadata: as clients take them.
         addresses: all services to count in the report; by default the decode services.
         concurrency: jobs under way at a time; by default what turns out to be best (see `headrace.pace`).
         timeout_s: deadline of each try of a job; None sets none.
@@ -82,15 +90,19 @@ async def run_batch(
     """
     decodes = replicas(target)
     addresses = addresses or decodes
-    before = await async_statuses(addresses)
+    tls = tls.naming(name_of(target)) if tls else None
+    ask = partial(async_statuses, tls=tls, metadata=metadata_of(metadata))
+    before = await ask(addresses)
     digest = _one_digest(before)
     pace = Pace(concurrency or CONCURRENCY_PER_REPLICA * len(decodes), fixed=concurrency is not None)
-    async with AsyncClient(target, timeout_s=timeout_s) as client:
+    async with AsyncClient(target, timeout_s=timeout_s, tls=tls, metadata=metadata) as client:
         with Answers(out, jobs, digest, errors=errors, ordered=ordered, retry_failed=retry_failed) as answers:
             left_alone = answers.failures
             kept = len(answers) - left_alone
             progress.started(len(jobs), kept, left_alone)
-            run = _Run(jobs, answers, answers.pending(), client, decodes, digest, progress, patience, pace, Tally())
+            run = _Run(
+                jobs, answers, answers.pending(), client, ask, decodes, digest, progress, patience, pace, Tally()
+            )
             begin_s = time.monotonic()
             await run.to_the_end()
             wall_s = max(time.monotonic() - begin_s, 1e-6)
@@ -102,7 +114,7 @@ async def run_batch(
                 wall_s=wall_s,
                 shift_s=shift_s,
                 before=before,
-                after=await _reachable(addresses),
+                after=await _reachable(ask, addresses),
             )
 
 
@@ -114,12 +126,13 @@ class _Run:
     answers: Answers
     pending: Iterator[int]
     client: AsyncClient
+    ask: Ask
     decodes: Sequence[str]
     model_digest: str
     progress: Progress
     patience: RetryPolicy
     pace: Pace
-    tally: Tally
+    tally: Tally = field(default_factory=Tally)
     workers: int = 0
 
     async def to_the_end(self) -> None:
@@ -173,7 +186,7 @@ class _Run:
 
     async def _require_service(self, error: CallError) -> None:
         """That no service is left is no fault of a job: it ends the batch, rather than failing what is left of it."""
-        if isinstance(error, Unavailable) and not await _reachable(self.decodes):
+        if isinstance(error, Unavailable) and not await _reachable(self.ask, self.decodes):
             raise Unavailable(f"no decode service answers any more, and this batch stops here: {error.message}")
 
     async def _stream(self, job: Job) -> Answer:
@@ -217,7 +230,7 @@ def _one_digest(services: Sequence[ServerStatus]) -> str:
     return digests.pop()
 
 
-async def _reachable(addresses: Sequence[str]) -> tuple[ServerStatus, ...]:
+async def _reachable(ask: Ask, addresses: Sequence[str]) -> tuple[ServerStatus, ...]:
     """The status of those that still answer: the answers are safe, whatever became of a service since."""
-    asked = await asyncio.gather(*(async_statuses([address]) for address in addresses), return_exceptions=True)
+    asked = await asyncio.gather(*(ask([address]) for address in addresses), return_exceptions=True)
     return tuple(status for answer in asked if not isinstance(answer, BaseException) for status in answer)

@@ -39,6 +39,10 @@ class LocalPlan:
     """Pack of the draft; for the drafts `auto` (there it may be left out), `self` and `model`."""
     draft_length: int | None = None
     """Tokens per draft; None leaves it to the service."""
+    device: str = "cpu"
+    """What computes, as the services take it; CUDA has not been tried on a GPU yet."""
+    device_memory: str | None = None
+    """Budget of each process on that device; None leaves it to the services."""
     prefill_command: Sequence[str] = (sys.executable, "-m", "prefill_service")
     decode_command: Sequence[str] = (sys.executable, "-m", "decode_service")
     ready_timeout_s: float = 600.0
@@ -71,7 +75,9 @@ class LocalPlan:
         return arguments
 
     def _common_arguments(self) -> list[str]:
-        return ["--listen", LOOPBACK, "--metrics", LOOPBACK, "--memory", self.memory]
+        arguments = ["--listen", LOOPBACK, "--metrics", LOOPBACK, "--memory", self.memory]
+        arguments += ["--device", self.device] if self.device != "cpu" else []
+        return arguments + (["--device-memory", self.device_memory] if self.device_memory is not None else [])
 
 
 class LocalServices:

@@ -76,6 +76,17 @@ def replicas(target: Target) -> tuple[str, ...]:
     return tuple(by_family.get(socket.AF_INET) or by_family[socket.AF_INET6])
 
 
+def name_of(target: Target) -> str | None:
+    """The name in the certificate of every replica: that of a single `dns:` target. None where each has its own.
+
+    Raises:
+        InputError: as for `balanced`.
+    """
+    names = _names(target)
+    scheme, _, rest = names[0].partition(":")
+    return _split(rest.rpartition("/")[2])[0] if _has_scheme(names[0]) and scheme == "dns" else None
+
+
 def single(address: str) -> Endpoint:
     """The endpoint of one replica."""
     return _endpoint(address, (address,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.errors import InputError
@@ -32,11 +32,15 @@ class Tls:
         if (self.certificate is None) != (self.key is None):
             raise InputError("a client certificate needs its key, and a key its certificate; give both or neither")
 
+    def naming(self, name: str | None) -> Tls:
+        """The same, with a name for what has none: replicas behind one name are called at their addresses."""
+        return self if self.server_name or name is None else replace(self, server_name=name)
+
     def read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
         """Authorities, key and certificate chain.
 
         Raises:
-            InputError: a file cannot be read.
+            InputError: a file cannot be read, or is not PEM.
         """
         return _read(self.ca), _read(self.key), _read(self.certificate)
 
@@ -58,6 +62,7 @@ def metadata_of(pairs: Mapping[str, str] | None) -> Metadata:
     return tuple((pairs or {}).items())
 
 
+_PEM = b"-----BEGIN "
 _NAME = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-_.")
 
 
@@ -65,6 +70,9 @@ def _read(path: Path | str | None) -> bytes | None:
     if path is None:
         return None
     try:
-        return Path(path).read_bytes()
+        content = Path(path).read_bytes()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
+    if _PEM not in content:  # gRPC would take it, and fail at each call with a riddle
+        raise InputError(f"{path} is not PEM: nothing in it begins with {_PEM.decode()}; convert it with openssl")
+    return content

@@ -123,3 +123,5 @@ class ServerStatus:
     """Prompt tokens that were not computed again."""
     preemptions: int = 0
     """Sequences that gave their blocks up and were computed again."""
+    draining: bool = False
+    """Told to stop: it finishes what runs and takes nothing new."""

@@ -124,7 +124,7 @@ async def serving(service: Service, options: ServerOptions) -> AsyncIterator[Run
     calls, health = Calls(service.name, service.telemetry), HealthServicer()
     server = grpc.aio.server(interceptors=[calls], options=_SERVER_OPTIONS)
     service.register(server)
-    api_grpc.add_StatusServiceServicer_to_server(_StatusServicer(service.telemetry), server)
+    api_grpc.add_StatusServiceServicer_to_server(_StatusServicer(service.telemetry, calls), server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     status_name = api.DESCRIPTOR.services_by_name["StatusService"].full_name
     health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -150,12 +150,14 @@ async def serving(service: Service, options: ServerOptions) -> AsyncIterator[Run
 
 
 class _StatusServicer(api_grpc.StatusServiceServicer):
-    def __init__(self, telemetry: Telemetry) -> None:
+    def __init__(self, telemetry: Telemetry, calls: Calls) -> None:
         self._telemetry = telemetry
+        self._calls = calls
 
     async def GetStatus(self, request: api.GetStatusRequest, context: Any) -> api.GetStatusResponse:
         fields = dataclasses.asdict(self._telemetry.snapshot())
-        return api.GetStatusResponse(**fields | {"stage": f"STAGE_{fields['stage'].upper()}"})
+        fields |= {"stage": f"STAGE_{fields['stage'].upper()}", "draining": self._calls.draining}
+        return api.GetStatusResponse(**fields)
 
 
 async def _follow_health(service: Service, health: Any, poll_s: float) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli._groups import flat
 from headrace.cli.batch import batch
 from headrace.cli.bench import bench
 from headrace.cli.doctor import doctor
@@ -17,6 +18,7 @@ from headrace.cli.pack import pack_command
 from headrace.cli.plan import plan
 from headrace.cli.score import score
 from headrace.cli.serve import serve
+from headrace.cli.status import status
 from shared.errors import ConfigurationError, HeadraceError, InvalidRequestError
 
 log = logging.getLogger("headrace")
@@ -31,10 +33,11 @@ app = typer.Typer(
 app.command("pack")(pack_command)
 app.command()(inspect)
 app.command()(plan)
-app.command()(serve)
-app.command()(batch)
-app.command()(generate)
-app.command()(score)
+app.command()(flat(serve))
+app.command()(flat(batch))
+app.command()(flat(generate))
+app.command()(flat(score))
+app.command()(flat(status))
 app.command()(doctor)
 app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},

@@ -10,7 +10,7 @@ from typing import NoReturn
 from headrace.cli import _options as options
 from headrace.client import Client
 from headrace.errors import CallError
-from headrace.request import RequestOptions
+from headrace.request import Request, RequestOptions
 
 _HELP = "a line is a message; Ctrl-C stops an answer, /new starts over, Ctrl-D or /exit ends"
 
@@ -23,9 +23,12 @@ def converse(client: Client, settings: RequestOptions, opening: list[dict[str, s
         opening: messages before the first turn.
 
     Raises:
+        InvalidRequest: the settings cannot be served, whatever is said.
         CallError: a call failed, where nobody sits at the terminal who could go on.
         KeyboardInterrupt: Ctrl-C while no answer is on its way.
     """
+    first: RequestOptions = {**settings, "messages": [*opening, {"role": "user", "content": ""}]}
+    Request(**first)  # refused before anything is typed
     signal.signal(signal.SIGTERM, _leave)
     interactive = sys.stdin.isatty()
     if interactive:

@@ -15,10 +15,12 @@ from rich.console import Console
 from headrace.answers import errors_path
 from headrace.cli import _options as options
 from headrace.cli._batch_view import BatchProgress, report_json, report_table
+from headrace.cli._connection import Connection
+from headrace.cli._services import ServiceOptions
 from headrace.errors import InputError
 from headrace.job_input import read_jobs
 from headrace.jobs import TIMEOUT_S, run_batch
-from headrace.local import Draft, LocalPlan
+from headrace.local import LocalPlan
 from headrace.target import Target
 from shared.config import parse_duration
 
@@ -34,18 +36,13 @@ def batch(
         ),
     ],
     out_file: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="The answers.")],
+    *,
     target: Annotated[
         str | None, typer.Option(help="Decode services that run already: host:port[,host:port] or a gRPC name.")
     ] = None,
     pack: Annotated[Path | None, typer.Option(help="Start services for this pack, for the time of the batch.")] = None,
-    prefills: options.Prefills = None,
-    colocate: options.Colocate = False,
-    decodes: options.Decodes = 1,
-    memory: options.Memory = None,
-    draft: options.DraftKind = "auto",
-    draft_pack: options.DraftPack = None,
-    draft_length: options.DraftLength = None,
-    logs: options.Logs = False,
+    connection: Connection,
+    services: ServiceOptions,
     concurrency: Annotated[
         int | None, typer.Option(min=1, help="Requests under way at a time; by default what turns out to be best.")
     ] = None,
@@ -74,16 +71,19 @@ def batch(
             raise InputError("--timeout and --shift must be longer than nothing, as in 30m or 8h")
         errors = errors_file or errors_path(out_file)
         _require_distinct(in_file, out_file, errors)
-        plan = _plan(target, pack, memory, prefills, colocate, decodes, draft, draft_pack, draft_length)
+        plan = _plan(target, pack, services, connection)
+        tls, metadata = connection.read_tls(), connection.read_metadata()
         with options.messages.status(f"checking {in_file} …"):
             jobs = read_jobs(in_file)
-        with _services(target, plan, logs) as (decodes_target, addresses):
+        with _called(target, plan, services) as (decodes, addresses):
             with BatchProgress(options.messages, shift_s) as progress:
                 report = asyncio.run(
                     run_batch(
                         jobs,
                         out_file,
-                        target=decodes_target,
+                        target=decodes,
+                        tls=tls,
+                        metadata=metadata,
                         progress=progress,
                         addresses=addresses,
                         concurrency=concurrency,
@@ -111,40 +111,25 @@ def _require_distinct(in_file: Path, out_file: Path, errors_file: Path) -> None:
             raise InputError(f"{file} is the file of requests; give the answers another name")
 
 
-def _plan(
-    target: str | None,
-    pack: Path | None,
-    memory: str | None,
-    prefills: int | None,
-    colocate: bool,
-    decodes: int,
-    draft: Draft,
-    draft_pack: Path | None,
-    draft_length: int | None,
-) -> LocalPlan | None:
+def _plan(target: str | None, pack: Path | None, services: ServiceOptions, connection: Connection) -> LocalPlan | None:
     """The services to start; None where they run already."""
     if (target is None) == (pack is None):
         raise InputError("give either --target, for services that run already, or --pack, to start some")
     if pack is None:
         return None
-    return options.local_plan(
-        pack,
-        memory=memory,
-        prefills=prefills,
-        colocate=colocate,
-        decodes=decodes,
-        draft=draft,
-        draft_pack=draft_pack,
-        draft_length=draft_length,
-    )
+    if connection.is_given:
+        raise InputError("TLS and metadata go with --target: services that start here are this machine's own")
+    return services.plan(pack)
 
 
 @contextlib.contextmanager
-def _services(target: str | None, plan: LocalPlan | None, logs: bool) -> Iterator[tuple[Target, Sequence[str] | None]]:
+def _called(
+    target: str | None, plan: LocalPlan | None, services: ServiceOptions
+) -> Iterator[tuple[Target, Sequence[str] | None]]:
     """What to call, and the addresses of all services where they are known."""
     if plan is None:
         assert target is not None  # `_plan` saw to it
         yield target, None
         return
-    with options.running(plan, logs) as services:
-        yield services.target, services.addresses
+    with services.running(plan) as started:
+        yield started.target, started.addresses

@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from headrace.cli import _options as options
 from headrace.cli._chat import converse
+from headrace.cli._chat_extras import extras
+from headrace.cli._connection import Connection
 from headrace.client import Client
 from headrace.errors import InputError
 from headrace.request import RequestOptions
 from headrace.types import Chunk, Result
-from shared.config import parse_duration
 
 
 def generate(
@@ -23,10 +25,26 @@ def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="What to continue; - reads it from standard input. None: a conversation.")
     ] = None,
+    *,
     chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a user's message, in the chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option(help="A system message before it; with --chat.")] = None,
+    tools: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='What the model may call: a JSON list of {"name": …, "description": …, "parameters": …}; with --chat.',
+        ),
+    ] = None,
+    documents: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help='What to answer from: a JSON list of {"title": …, "text": …}; with --chat.'),
+    ] = None,
+    template_variable: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=JSON", help="A variable of the template, as enable_thinking=false; repeatable."),
+    ] = None,
     token_ids: Annotated[
         bool, typer.Option("--token-ids", help="The prompt is token ids, separated by commas or spaces.")
     ] = False,
@@ -64,6 +82,7 @@ def generate(
     priority: Annotated[int, typer.Option(min=-100, max=100, help="Higher is taken first.")] = 0,
     cache_salt: Annotated[str, typer.Option(help="Share cached prompts only with requests of the same salt.")] = "",
     request_id: Annotated[str, typer.Option(help="Names the request in the services' logs.")] = "",
+    connection: Connection,
     timeout: Annotated[str, typer.Option(help="Deadline of each answer, as in 90s, 30m or 2h.")] = "10m",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the whole answer as one JSON object, with tokens and timings.")
@@ -74,8 +93,9 @@ def generate(
     Text goes to standard output, what it took to standard error. Exit code 0: answered. 1: the call failed. 2: the
     request cannot be served as it is. 130: interrupted.
     """
-    with options.told_errors(), Client(target, timeout_s=parse_duration(timeout)) as client:
-        _require_sense(prompt, chat=chat, system=system, token_ids=token_ids, as_json=as_json)
+    with options.told_errors(), connection.client(target, timeout) as client:
+        beside = extras(tools, documents, template_variable or ())
+        _require_sense(prompt, chat=chat, system=system, beside=beside, token_ids=token_ids, as_json=as_json)
         settings: RequestOptions = {
             "max_tokens": max_tokens,
             "min_tokens": min_tokens,
@@ -97,6 +117,7 @@ def generate(
             "priority": priority,
             "cache_salt": cache_salt,
             "request_id": request_id,
+            **beside,
         }
         turns = [{"role": "system", "content": system}] if system is not None else []
         if prompt is None:
@@ -151,7 +172,9 @@ def summary(result: Result) -> str:
     )
 
 
-def _require_sense(prompt: str | None, *, chat: bool, system: str | None, token_ids: bool, as_json: bool) -> None:
+def _require_sense(
+    prompt: str | None, *, chat: bool, system: str | None, beside: RequestOptions, token_ids: bool, as_json: bool
+) -> None:
     """Raises InputError where options contradict each other."""
     if prompt is None and not chat:
         raise InputError("give a prompt, or --chat for a conversation")
@@ -159,6 +182,8 @@ def _require_sense(prompt: str | None, *, chat: bool, system: str | None, token_
         raise InputError("--json is for one answer: give a prompt")
     if system is not None and not chat:
         raise InputError("--system needs --chat: a plain prompt has no messages")
+    if beside and not chat:
+        raise InputError("--tools, --documents and --template-variable need --chat: they go into its template")
     if token_ids and chat:
         raise InputError("--token-ids and --chat exclude each other: a message is text")
 

@@ -15,10 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.cli import _options as options
-from headrace.client import Client
+from headrace.cli._connection import Connection
 from headrace.errors import InputError
 from headrace.score import Score, ScoreOptions, perplexity
-from shared.config import parse_duration
 
 _FORMS = ("text", "messages", "token_ids")
 
@@ -28,6 +27,7 @@ def score(
     texts: Annotated[
         list[str] | None, typer.Argument(help="Texts to score; none or - reads one from standard input.")
     ] = None,
+    *,
     text: Annotated[
         list[Path] | None, typer.Option("--text", metavar="FILE", help="Score a file's text; repeatable.")
     ] = None,
@@ -41,6 +41,7 @@ def score(
     ] = None,
     top_logprobs: Annotated[int, typer.Option(min=0, max=20, help="And so many of the likeliest at each place.")] = 0,
     priority: Annotated[int, typer.Option(min=-100, max=100, help="Higher is taken first.")] = 0,
+    connection: Connection,
     timeout: Annotated[str, typer.Option(help="Deadline of each text, as in 90s, 30m or 2h.")] = "10m",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object a text, with all tokens, as it is scored.")
@@ -51,7 +52,7 @@ def score(
     The decode service needs prefill replicas, which compute scores. Exit code 0: scored. 1: a call failed. 2: a text
     cannot be scored as it is. 130: interrupted.
     """
-    with options.told_errors(), Client(target, timeout_s=parse_duration(timeout)) as client:
+    with options.told_errors(), connection.client(target, timeout) as client:
         scores, names = [], []
         for name, asked in _asked(texts or [], text or [], jsonl):
             found = client.score(**asked, top_logprobs=top_logprobs, priority=priority)

@@ -10,19 +10,13 @@ from typing import Annotated
 import typer
 
 from headrace.cli import _options as options
+from headrace.cli._services import ServiceOptions
 from headrace.local import LocalServices
 
 
 def serve(
     pack: Annotated[Path, typer.Option(help="The packed model to serve.")],
-    prefills: options.Prefills = None,
-    colocate: options.Colocate = False,
-    decodes: options.Decodes = 1,
-    memory: options.Memory = None,
-    draft: options.DraftKind = "auto",
-    draft_pack: options.DraftPack = None,
-    draft_length: options.DraftLength = None,
-    logs: options.Logs = False,
+    services: ServiceOptions,
     as_json: Annotated[bool, typer.Option("--json", help="Print the addresses as one line of JSON.")] = False,
 ) -> None:
     """Start services, print their addresses, and drain and stop them on Ctrl-C or SIGTERM.
@@ -31,22 +25,11 @@ def serve(
 
     Exit code 0: stopped as asked, and what ran was finished. 1: a service failed. 2: the settings cannot work.
     """
-    with options.told_errors():
-        plan = options.local_plan(
-            pack,
-            memory=memory,
-            prefills=prefills,
-            colocate=colocate,
-            decodes=decodes,
-            draft=draft,
-            draft_pack=draft_pack,
-            draft_length=draft_length,
-        )
-        with options.running(plan, logs) as services:
-            print("\n".join(_told(services, as_json)), flush=True)
-            options.messages.print(f"call it with --target {','.join(services.target)}; Ctrl-C drains and stops it")
-            with contextlib.suppress(KeyboardInterrupt):
-                services.wait()
+    with options.told_errors(), services.running(services.plan(pack)) as started:
+        print("\n".join(_told(started, as_json)), flush=True)
+        options.messages.print(f"call it with --target {','.join(started.target)}; Ctrl-C drains and stops it")
+        with contextlib.suppress(KeyboardInterrupt):
+            started.wait()
 
 
 def _told(services: LocalServices, as_json: bool) -> list[str]:

@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18headrace/v1/status.proto\x12\x0bheadrace.v1\"\x12\n\x10GetStatusRequest\"\x96\x04\n\x11GetStatusResponse\x12!\n\x05stage\x18\x01 \x01(\x0e\x32\x12.headrace.v1.Stage\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\t\x12\x0e\n\x06scheme\x18\x03 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x04 \x01(\r\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12\x0f\n\x07running\x18\x06 \x01(\r\x12\x0e\n\x06passes\x18\x07 \x01(\x04\x12\x16\n\x0estreamed_bytes\x18\x08 \x01(\x04\x12\x15\n\rprompt_tokens\x18\t \x01(\x04\x12\x18\n\x10generated_tokens\x18\n \x01(\x04\x12\x14\n\x0c\x64raft_tokens\x18\x0b \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x0c \x01(\x04\x12\x17\n\x0fresident_layers\x18\r \x01(\r\x12\x0e\n\x06layers\x18\x0e \x01(\r\x12\x14\n\x0c\x62udget_bytes\x18\x0f \x01(\x04\x12\x16\n\x0epeak_rss_bytes\x18\x10 \x01(\x04\x12\x16\n\x0ekv_blocks_used\x18\x11 \x01(\x04\x12\x11\n\tkv_blocks\x18\x12 \x01(\x04\x12\x18\n\x10\x62\x61tched_requests\x18\x13 \x01(\x04\x12\x15\n\rqueued_tokens\x18\x14 \x01(\x04\x12\x15\n\rcached_tokens\x18\x15 \x01(\x04\x12\x18\n\x10kv_blocks_cached\x18\x16 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x17 \x01(\x04*C\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x11\n\rSTAGE_PREFILL\x10\x01\x12\x10\n\x0cSTAGE_DECODE\x10\x02\x32[\n\rStatusService\x12J\n\tGetStatus\x12\x1d.headrace.v1.GetStatusRequest\x1a\x1e.headrace.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18headrace/v1/status.proto\x12\x0bheadrace.v1\"\x12\n\x10GetStatusRequest\"\xa8\x04\n\x11GetStatusResponse\x12!\n\x05stage\x18\x01 \x01(\x0e\x32\x12.headrace.v1.Stage\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\t\x12\x0e\n\x06scheme\x18\x03 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x04 \x01(\r\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12\x0f\n\x07running\x18\x06 \x01(\r\x12\x0e\n\x06passes\x18\x07 \x01(\x04\x12\x16\n\x0estreamed_bytes\x18\x08 \x01(\x04\x12\x15\n\rprompt_tokens\x18\t \x01(\x04\x12\x18\n\x10generated_tokens\x18\n \x01(\x04\x12\x14\n\x0c\x64raft_tokens\x18\x0b \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x0c \x01(\x04\x12\x17\n\x0fresident_layers\x18\r \x01(\r\x12\x0e\n\x06layers\x18\x0e \x01(\r\x12\x14\n\x0c\x62udget_bytes\x18\x0f \x01(\x04\x12\x16\n\x0epeak_rss_bytes\x18\x10 \x01(\x04\x12\x16\n\x0ekv_blocks_used\x18\x11 \x01(\x04\x12\x11\n\tkv_blocks\x18\x12 \x01(\x04\x12\x18\n\x10\x62\x61tched_requests\x18\x13 \x01(\x04\x12\x15\n\rqueued_tokens\x18\x14 \x01(\x04\x12\x15\n\rcached_tokens\x18\x15 \x01(\x04\x12\x18\n\x10kv_blocks_cached\x18\x16 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x17 \x01(\x04\x12\x10\n\x08\x64raining\x18\x18 \x01(\x08*C\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x11\n\rSTAGE_PREFILL\x10\x01\x12\x10\n\x0cSTAGE_DECODE\x10\x02\x32[\n\rStatusService\x12J\n\tGetStatus\x12\x1d.headrace.v1.GetStatusRequest\x1a\x1e.headrace.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.v1.status_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STAGE']._serialized_start=598
-  _globals['_STAGE']._serialized_end=665
+  _globals['_STAGE']._serialized_start=616
+  _globals['_STAGE']._serialized_end=683
   _globals['_GETSTATUSREQUEST']._serialized_start=41
   _globals['_GETSTATUSREQUEST']._serialized_end=59
   _globals['_GETSTATUSRESPONSE']._serialized_start=62
-  _globals['_GETSTATUSRESPONSE']._serialized_end=596
-  _globals['_STATUSSERVICE']._serialized_start=667
-  _globals['_STATUSSERVICE']._serialized_end=758
+  _globals['_GETSTATUSRESPONSE']._serialized_end=614
+  _globals['_STATUSSERVICE']._serialized_start=685
+  _globals['_STATUSSERVICE']._serialized_end=776
 # @@protoc_insertion_point(module_scope)

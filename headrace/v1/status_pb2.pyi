@@ -19,7 +19,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("stage", "model_digest", "scheme", "context_length", "queued", "running", "passes", "streamed_bytes", "prompt_tokens", "generated_tokens", "draft_tokens", "accepted_tokens", "resident_layers", "layers", "budget_bytes", "peak_rss_bytes", "kv_blocks_used", "kv_blocks", "batched_requests", "queued_tokens", "cached_tokens", "kv_blocks_cached", "preemptions")
+    __slots__ = ("stage", "model_digest", "scheme", "context_length", "queued", "running", "passes", "streamed_bytes", "prompt_tokens", "generated_tokens", "draft_tokens", "accepted_tokens", "resident_layers", "layers", "budget_bytes", "peak_rss_bytes", "kv_blocks_used", "kv_blocks", "batched_requests", "queued_tokens", "cached_tokens", "kv_blocks_cached", "preemptions", "draining")
     STAGE_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SCHEME_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class GetStatusResponse(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     stage: Stage
     model_digest: str
     scheme: str
@@ -66,4 +67,5 @@ class GetStatusResponse(_message.Message):
     cached_tokens: int
     kv_blocks_cached: int
     preemptions: int
-    def __init__(self, stage: _Optional[_Union[Stage, str]] = ..., model_digest: _Optional[str] = ..., scheme: _Optional[str] = ..., context_length: _Optional[int] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., passes: _Optional[int] = ..., streamed_bytes: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., resident_layers: _Optional[int] = ..., layers: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., peak_rss_bytes: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., batched_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    draining: bool
+    def __init__(self, stage: _Optional[_Union[Stage, str]] = ..., model_digest: _Optional[str] = ..., scheme: _Optional[str] = ..., context_length: _Optional[int] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., passes: _Optional[int] = ..., streamed_bytes: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., resident_layers: _Optional[int] = ..., layers: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., peak_rss_bytes: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., batched_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., preemptions: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
 
 from headrace.v1 import decode_pb2, decode_pb2_grpc, logprobs_pb2, status_pb2, status_pb2_grpc
 
@@ -129,6 +131,7 @@ async def served(fake: FakeDecode, credentials: Any = None) -> AsyncIterator[str
     server = grpc.aio.server()
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(fake, server)
     status_pb2_grpc.add_StatusServiceServicer_to_server(fake, server)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(), server)
     if credentials is None:
         port = server.add_insecure_port("127.0.0.1:0")
     else:

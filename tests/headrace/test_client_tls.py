@@ -3,47 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import shlex
-import shutil
-import subprocess
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
 
 from headrace import AsyncClient, Client, InputError, RetryPolicy, Tls, Unavailable
+from tests.certificates import Pair, self_signed
 from tests.headrace.fake_decode import FakeDecode, served
 
 ONE_TRY = RetryPolicy(attempts=1)
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A self-signed certificate and its key."""
-
-    certificate: Path
-    key: Path
-
-    def credentials(self) -> Any:
-        """A server's, which asks clients for this very certificate."""
-        pair, authority = (self.key.read_bytes(), self.certificate.read_bytes()), self.certificate.read_bytes()
-        return grpc.ssl_server_credentials([pair], root_certificates=authority, require_client_auth=True)
-
-
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    if not shutil.which("openssl"):
-        pytest.skip("making certificates needs the openssl program")
-    folder = tmp_path_factory.mktemp("tls")
-    made = Pair(folder / "certificate.pem", folder / "key.pem")
-    command = (
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=headrace.test "
-        f"-addext subjectAltName=DNS:headrace.test -keyout {made.key} -out {made.certificate}"
-    )
-    subprocess.run(shlex.split(command), check=True, capture_output=True)
-    return made
+    return self_signed(tmp_path_factory.mktemp("tls"))
 
 
 async def test_both_clients_talk_over_tls_to_a_service_that_asks_for_their_certificate(pair: Pair) -> None:
@@ -82,6 +55,19 @@ def test_files_of_tls_that_cannot_be_used_are_told(tmp_path: Path) -> None:
     client = Client("127.0.0.1:1", tls=Tls(ca=tmp_path / "absent.pem"))
     with pytest.raises(InputError, match=r"cannot read .*absent\.pem: No such file"):
         client.complete("Water")
+    (tmp_path / "key.der").write_bytes(b"\x30\x77")
+    with pytest.raises(InputError, match=r"key\.der is not PEM"):
+        Client("127.0.0.1:1", tls=Tls(ca=tmp_path / "key.der")).complete("Water")
+
+
+async def test_replicas_behind_one_name_are_asked_at_their_addresses_and_prove_the_name(tmp_path: Path) -> None:
+    pair = self_signed(tmp_path, "localhost")
+    own = {"certificate": pair.certificate, "key": pair.key}
+    async with served(FakeDecode(), pair.credentials()) as address:
+        target = f"dns:///localhost:{address.rpartition(':')[2]}"
+        async with AsyncClient(target, tls=Tls(ca=pair.certificate, **own), retry=ONE_TRY) as client:
+            assert (await client.complete("Water")).text == "Water"
+            assert [status.address for status in await client.status()] == [address]
 
 
 async def test_metadata_travels_with_every_call() -> None:

@@ -7,8 +7,6 @@ import dataclasses
 import inspect
 import json
 import signal
-import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -21,19 +19,7 @@ from headrace.cli import app
 from headrace.cli.generate import generate
 from headrace.request import Request
 from tests.headrace.fake_decode import FakeDecode, echo, failing, hanging, served
-
-
-async def start(*arguments: str) -> Process:
-    program = "from headrace.cli import main; main()"
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-c", program, *arguments, stdin=PIPE, stdout=PIPE, stderr=PIPE
-    )
-
-
-async def run(*arguments: str, stdin: str = "") -> tuple[int | None, str, str]:
-    process = await start(*arguments)
-    stdout, stderr = await process.communicate(stdin.encode())
-    return process.returncode, stdout.decode(), stderr.decode()
+from tests.headrace.processes import run, start
 
 
 @pytest.fixture
@@ -83,6 +69,7 @@ async def test_batch_exits_with_1_when_a_line_failed(jobs: Path, tmp_path: Path)
         (("--pack", "absent", "--memory", "1GiB"), "absent is no pack"),
         (("--pack", ".", "--memory", "1GiB", "--draft", "self"), "needs a draft pack"),
         (("--pack", ".", "--memory", "1GiB", "--colocate", "--prefills", "2"), "leave --prefills out"),
+        (("--pack", ".", "--memory", "1GiB", "--tls"), "go with --target"),
         (("--target", "localhost"), "has no port"),
         (("--target", "127.0.0.1:1", "--shift", "0h"), "longer than nothing"),
         (("--target", "127.0.0.1:1", "--concurrency", "0"), "--concurrency"),
@@ -163,12 +150,60 @@ async def test_generate_sends_every_option_and_prints_the_answer_as_json() -> No
     assert list(second.prompt.tokens.ids) == [4, 5]
 
 
-def test_generate_offers_every_field_of_a_request_but_those_that_are_documents() -> None:
-    structured = {"tools", "documents", "template_variables"}
+async def test_generate_sends_tools_documents_and_variables_of_the_template(tmp_path: Path) -> None:
+    tools, documents = tmp_path / "tools.json", tmp_path / "documents.json"
+    tools.write_text('[{"name": "gauge", "description": "Reads it.", "parameters": {"type": "object"}}]')
+    documents.write_text('[{"title": "Log", "text": "2 m"}]')
+    beside = ["--tools", str(tools), "--documents", str(documents)]
+    beside += ["--template-variable", "enable_thinking=false", "--template-variable", 'tone="dry"']
+    fake = FakeDecode()
+    async with served(fake) as address:
+        code, stdout, _ = await run("generate", "How high?", "--chat", "--target", address, *beside)
+        talk = await run("generate", "--chat", "--target", address, *beside, stdin="Hi\nYou\n")
+    assert (code, stdout, talk) == (0, "How high?\n", (0, "Hi\nHiHiYou\n", ""))
+    assert len(fake.requests) == 3
+    for request in fake.requests:
+        chat = request.prompt.chat
+        (tool,) = chat.tools
+        assert (tool.name, tool.description, json.loads(tool.parameters_json)) == (
+            "gauge",
+            "Reads it.",
+            {"type": "object"},
+        )
+        assert [dict(document.fields) for document in chat.documents] == [{"title": "Log", "text": "2 m"}]
+        assert len(chat.template_variables) == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "content", "says"),
+    [
+        ("--tools", None, "cannot be read: No such file"),
+        ("--tools", "[{]", "is not JSON"),
+        ("--tools", "{}", "must hold a JSON list"),
+        ("--tools", "[]", "must hold a JSON list"),
+        ("--documents", "\xe9", "is not JSON"),
+        ("--documents", '[{"title": 1}]', "documents must be a list"),
+        ("--tools", '[{"description": "nameless"}]', "tools must be a list"),
+    ],
+)
+def test_files_of_tools_and_documents_that_cannot_be_used_are_told(
+    tmp_path: Path, option: str, content: str | None, says: str
+) -> None:
+    path = tmp_path / "given.json"
+    if content is not None:
+        path.write_text(content, encoding="latin-1")
+    for prompt in (["x"], []):
+        result = CliRunner().invoke(app, ["generate", *prompt, "--chat", "--target", "127.0.0.1:1", option, str(path)])
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert says in result.stderr
+
+
+def test_generate_offers_every_field_of_a_request() -> None:
     offered = set(inspect.signature(generate).parameters)
     renamed = {"bad_token_ids": "bad_token_id", "stop_token_ids": "stop_token_id", "messages": "chat"}
+    renamed["template_variables"] = "template_variable"
     fields = {renamed.get(field.name, field.name) for field in dataclasses.fields(Request)}
-    assert fields - offered - structured == set()
+    assert fields - offered == set()
 
 
 async def test_a_conversation_keeps_its_history_until_it_is_started_over() -> None:
@@ -215,6 +250,10 @@ async def test_ctrl_c_stops_an_answer_and_leaves_it_out_of_the_conversation() ->
         (("--chat", "--json"), "--json is for one answer"),
         (("x", "--system", "y"), "--system needs --chat"),
         (("1", "--chat", "--token-ids"), "exclude each other"),
+        (("x", "--template-variable", "a=1"), "need --chat"),
+        (("x", "--chat", "--template-variable", "tone=dry"), "is not NAME=JSON"),
+        (("x", "--chat", "--template-variable", "tone"), "is not NAME=JSON"),
+        (("x", "--chat", "--template-variable", "a=[1]"), "template_variables must be"),
         (("1 b", "--token-ids"), "the prompt is numbers"),
         (("x", "--logit-bias", "8"), "is not ID=BIAS"),
         (("x", "--top-p", "0"), "top_p must be above 0"),

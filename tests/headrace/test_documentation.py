@@ -24,7 +24,7 @@ from tests.headrace.fake_decode import FakeDecode, chunk, header, result, served
 from tests.headrace.pages import ADDRESS, ALL, CALLS, ONLY_SHOWN, PAGES, ROOT, Shown, blocks, commands
 
 CLI, CLIENT = ROOT / "docs/cli.md", ROOT / "docs/client.md"
-OWN_SECTION = ("serve", "generate", "batch", "score", "doctor")
+OWN_SECTION = ("serve", "generate", "batch", "score", "status", "doctor")
 """Commands that the page describes itself; others have pages of their own."""
 
 
@@ -37,13 +37,15 @@ async def headrace(request: Any, context: Any) -> AsyncIterator[Any]:
 
 def test_the_page_names_every_command_and_the_options_of_those_it_describes() -> None:
     page, group = CLI.read_text(), typer.main.get_command(app)
-    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    sections = dict(re.findall(r"^## (.+)\n((?s:.*?))(?=^## |\Z)", page, re.MULTILINE))
+    connection = sections.pop("Calling services")
     assert set(OWN_SECTION) == set(sections)
     for name, command in group.commands.items():  # type: ignore[attr-defined]
         assert f"`{name}`" in page, name
         if name in OWN_SECTION:
             # A batch starts services with the options of serve.
             text = sections[name] + (sections["serve"] if name == "batch" else "")
+            text += connection if f"`{name}`" in connection else ""
             options = [option.opts[0] for option in command.params if option.opts[0].startswith("--")]
             assert [option for option in options if option not in text and option != "--help"] == []
 
@@ -64,7 +66,7 @@ async def test_commands_that_call_services_do_what_they_say(shown: Shown, tmp_pa
         process = await asyncio.create_subprocess_exec(*program, stdin=PIPE, stdout=PIPE, stderr=PIPE, cwd=tmp_path)
         stdout, stderr = await process.communicate(b"What is a headrace?\n")
     assert process.returncode == 0, stderr
-    told = "perplexity" if given[0] == "score" else "A channel that leads water to a mill."
+    told = {"score": "perplexity", "status": "serving"}.get(given[0], "A channel that leads water to a mill.")
     assert told in stdout.decode() + written(tmp_path)
 
 
