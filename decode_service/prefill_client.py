@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from decode_service.prefill_client_channel import OpenChannel, open_plain
 from decode_service.replicas import SILENT_S, Replica, Replicas, Sample
 from headrace.v1 import logprobs_pb2, prefill_pb2, prefill_pb2_grpc
 from shared.errors import (
@@ -52,12 +53,14 @@ class PrefillClient:
         model_digest: str,
         layout: KvLayout,
         hidden_size: int,
+        open_channel: OpenChannel = open_plain,
         sample: Sample = random.sample,
         silent_s: float = SILENT_S,
     ) -> None:
         """Prepares calls to all replicas that the gRPC targets stand for; they need not be up yet.
 
         Args:
+            open_channel: opens the channel to a replica.
             sample: draws the replicas among which the least busy is chosen.
             silent_s: how long a call may bring nothing before its replica is asked whether it is alive.
 
@@ -67,7 +70,7 @@ class PrefillClient:
         self._model_digest = model_digest
         self._layout = layout
         self._hidden_size = hidden_size
-        self._replicas = Replicas(targets, sample=sample)
+        self._replicas = Replicas(targets, sample=sample, open_channel=open_channel)
         self._silent_s = silent_s
 
     async def close(self) -> None:

@@ -8,24 +8,16 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 
+from decode_service.prefill_client_channel import OpenChannel, open_plain
 from decode_service.resolver import Target, resolve
 from headrace.v1 import status_pb2, status_pb2_grpc
-from shared.config import CHANNEL_OPTIONS
 from shared.errors import UnavailableError
 
 log = logging.getLogger(__name__)
-
-REPLICA_OPTIONS = (
-    *CHANNEL_OPTIONS,
-    # A replica that comes back is found soon; gRPC's own pause grows to two minutes.
-    ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-    # A proxy set in the environment is for the world outside, not for the other stage.
-    ("grpc.enable_http_proxy", 0),
-)
 
 FAILED_ASIDE_S = 2.0
 """How long a replica that failed is asked last."""
@@ -44,9 +36,9 @@ RESOLVE_AFTER_FAILURE_S = 1.0
 class Replica:
     """One address, what is known of its load, and how long it is set aside."""
 
-    def __init__(self, address: str, clock: Callable[[], float]) -> None:
+    def __init__(self, address: str, clock: Callable[[], float], channel: Any) -> None:
         self.address = address
-        self.channel = grpc.aio.insecure_channel(address, options=REPLICA_OPTIONS)
+        self.channel = channel
         self._clock = clock
         self._aside_until_s = float("-inf")
         self._mismatch_reported = False
@@ -130,7 +122,7 @@ class Replica:
 
 
 Sample = Callable[[Sequence[Replica], int], list[Replica]]
-LookUp = Callable[[Sequence[Target]], Awaitable[tuple[list[str], list[str]]]]
+LookUp = Callable[[Sequence[Target]], Awaitable[tuple[dict[str, str], list[str]]]]
 """As `decode_service.resolver.resolve`."""
 
 
@@ -142,6 +134,7 @@ class Replicas:
         targets: Sequence[str],
         *,
         sample: Sample = random.sample,
+        open_channel: OpenChannel = open_plain,
         look_up: LookUp = resolve,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -149,6 +142,7 @@ class Replicas:
 
         Args:
             sample: draws so many of some replicas.
+            open_channel: opens the channel to a replica.
             look_up: finds the addresses of targets.
             clock: the time in seconds.
 
@@ -157,6 +151,7 @@ class Replicas:
         """
         self._targets = [Target.parse(text) for text in targets]
         self._sample = sample
+        self._open_channel = open_channel
         self._look_up = look_up
         self._clock = clock
         self._replicas: dict[str, Replica] = {}
@@ -210,11 +205,11 @@ class Replicas:
         if problems and problems != self._problems:
             log.warning("prefill replicas: %s", "; ".join(problems))
         self._problems = problems
-        for address in addresses:
+        for address, name in addresses.items():
             if address not in self._replicas:
-                self._replicas[address] = Replica(address, self._clock)
+                self._replicas[address] = Replica(address, self._clock, self._open_channel(address, name))
         if not problems:
-            for address in self._replicas.keys() - set(addresses):
+            for address in self._replicas.keys() - addresses.keys():
                 self._retired.append(self._replicas.pop(address))
         finished = [replica for replica in self._retired if not replica.calls]
         self._retired = [replica for replica in self._retired if replica.calls]

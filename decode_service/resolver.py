@@ -39,6 +39,11 @@ class Target:
             )
         return cls(text, match["host"].strip("[]"), int(match["port"]))
 
+    @property
+    def name(self) -> str:
+        """The name in the certificates of its replicas; empty where the target is an address."""
+        return "" if _is_literal(self.host) else self.host
+
     async def addresses(self) -> list[str]:
         """What gRPC connects to, one address for each replica.
 
@@ -53,16 +58,20 @@ class Target:
         return list(dict.fromkeys(_written(entry[4][0], self.port) for entry in found))
 
 
-async def resolve(targets: Sequence[Target]) -> tuple[list[str], list[str]]:
-    """The addresses of all targets, each once, and what could not be resolved, for the log."""
-    addresses: dict[str, None] = {}
+async def resolve(targets: Sequence[Target]) -> tuple[dict[str, str], list[str]]:
+    """The addresses of all targets, each with the name that it was found for, and what could not be resolved.
+
+    The name is what a certificate must show, and empty where the target has none.
+    """
+    addresses: dict[str, str] = {}
     problems = []
     for target in targets:
         try:
-            addresses |= dict.fromkeys(await target.addresses())
+            for address in await target.addresses():
+                addresses.setdefault(address, target.name)
         except OSError as error:
             problems.append(f"{target.text} cannot be resolved: {error.strerror or error}")
-    return list(addresses), problems
+    return addresses, problems
 
 
 def _is_literal(host: str) -> bool:

@@ -12,6 +12,7 @@ import torch
 from decode_service.drafts import build_drafts
 from decode_service.engine import DecodeEngine
 from decode_service.prefill_client import PrefillClient
+from decode_service.prefill_client_channel import OpenChannel, PrefillTls, open_plain
 from decode_service.prompts import LocalPrefill, Prompts
 from decode_service.requests import RequestReader
 from decode_service.resolver import Target
@@ -54,6 +55,7 @@ SHARE_PREFIXES_HELP = "reuse keys and values of prompts and answers that begin a
 OVERCOMMIT_HELP = (
     "KV that admitted requests may all grow to, as a multiple of what there is; at 1.0 none runs out (%(default)s)"
 )
+PREFILL_TLS_HELP = "call prefill over TLS, as each of the next four options does; alone: the system's authorities"
 PASS_TOKENS_HELP = "local prompt tokens in a pass (%(default)s)"
 
 
@@ -62,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = service_parser("decode_service", "Turns KV caches into tokens; owns all state of a request.")
     add = parser.add_argument
     add("--prefill", type=_targets, metavar="ADDRESS[,…]", help=PREFILL_HELP)
+    _add_prefill_tls(parser)
     add("--local-prefill", choices=[mode.value for mode in LocalPrefill], default="never", help=LOCAL_PREFILL_HELP)
     add("--short-prompt", type=positive, default=64, metavar="TOKENS", help="longest short prompt (%(default)s)")
     add("--pass-tokens", type=positive, default=LOCAL_PASS_TOKENS, metavar="N", help=PASS_TOKENS_HELP)
@@ -77,6 +80,7 @@ def main(argv: list[str] | None = None) -> int:
 async def serve(arguments: argparse.Namespace) -> None:
     """Plans memory, loads the model and the draft, and serves until told to stop."""
     torch.set_num_threads(arguments.threads)
+    open_channel = _channel_opener(arguments)
     pack = Pack.open(arguments.pack)
     draft_pack = DraftPack.open(arguments.draft, arguments.draft_pack, pack)
     settings = _settings(arguments, pack)
@@ -133,7 +137,7 @@ async def serve(arguments: argparse.Namespace) -> None:
             kv_blocks_cached=lambda: scheduler.blocks_cached,
         ),
     )
-    client = _prefill_client(arguments, pack)
+    client = _prefill_client(arguments, pack, open_channel)
     prompts = Prompts(LocalPrefill(arguments.local_prefill), arguments.short_prompt, client, kv)
     scoring = Scoring(reader, client, pack.manifest.model_digest)
     servicer = DecodeServicer(reader, scheduler, prompts, telemetry, pack.manifest.model_digest, scoring)
@@ -217,7 +221,31 @@ def _controller(settings: DecodeSettings) -> DraftController:
     return DraftController(0, LONGEST_DRAFT, settings.scored_rows)
 
 
-def _prefill_client(arguments: argparse.Namespace, pack: Pack) -> PrefillClient | None:
+def _add_prefill_tls(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--prefill-tls", action="store_true", help=PREFILL_TLS_HELP)
+    add("--prefill-ca-file", type=Path, metavar="PEM", help="authorities to trust, instead of the system's")
+    add("--prefill-certificate", type=Path, metavar="PEM", help="shown to replicas that ask for one")
+    add("--prefill-key", type=Path, metavar="PEM")
+    add("--prefill-server-name", metavar="NAME", help="the name in the replicas' certificates (the target's)")
+
+
+def _channel_opener(arguments: argparse.Namespace) -> OpenChannel:
+    """How prefill is called. Raises ConfigurationError where options or files of TLS cannot be used."""
+    tls = PrefillTls(
+        ca=arguments.prefill_ca_file,
+        certificate=arguments.prefill_certificate,
+        key=arguments.prefill_key,
+        server_name=arguments.prefill_server_name,
+    )
+    if not arguments.prefill_tls and tls == PrefillTls():
+        return open_plain
+    if not arguments.prefill:
+        raise ConfigurationError("options of TLS to prefill need --prefill, which says where it is")
+    return tls.opener()
+
+
+def _prefill_client(arguments: argparse.Namespace, pack: Pack, open_channel: OpenChannel) -> PrefillClient | None:
     if not arguments.prefill:
         return None
     return PrefillClient(
@@ -225,4 +253,5 @@ def _prefill_client(arguments: argparse.Namespace, pack: Pack) -> PrefillClient 
         model_digest=pack.manifest.model_digest,
         layout=layout_of(pack),
         hidden_size=pack.spec.hidden_size,
+        open_channel=open_channel,
     )

@@ -21,9 +21,9 @@ class Fleet:
         self.look_ups = 0
         self.now_s = 100.0
 
-    async def look_up(self, targets: Sequence[Target]) -> tuple[list[str], list[str]]:
+    async def look_up(self, targets: Sequence[Target]) -> tuple[dict[str, str], list[str]]:
         self.look_ups += 1
-        return list(self.addresses), list(self.problems)
+        return dict.fromkeys(self.addresses, ""), list(self.problems)
 
     def replicas(self) -> Replicas:
         return Replicas(
@@ -111,7 +111,7 @@ async def test_who_failed_or_does_not_fit_is_asked_last_for_a_while() -> None:
 
 async def test_load_is_what_a_replica_said_and_what_was_sent_since() -> None:
     fleet = Fleet()
-    replica = Replica("127.0.0.1:1", lambda: fleet.now_s)
+    replica = Replica("127.0.0.1:1", lambda: fleet.now_s, channel=None)
     with replica.calling(10):
         replica._asked_s, replica._queued_tokens = fleet.now_s, 10
         assert replica.load_tokens == 10
@@ -121,7 +121,7 @@ async def test_load_is_what_a_replica_said_and_what_was_sent_since() -> None:
     assert (replica.load_tokens, replica.calls) == (10, 0)
 
 
-async def test_every_form_of_target_becomes_addresses() -> None:
+async def test_every_form_of_target_becomes_addresses_and_keeps_the_name_that_certificates_show() -> None:
     texts = [
         "127.0.0.1:5",
         "[::1]:6",
@@ -129,14 +129,18 @@ async def test_every_form_of_target_becomes_addresses() -> None:
         "unix:/run/prefill.sock",
         "ipv4:127.0.0.1:8",
         "127.0.0.1:5",
+        "dns:///localhost:9",
     ]
     expected = ["127.0.0.1:5", "[::1]:6", "127.0.0.1:7", "unix:/run/prefill.sock", "ipv4:127.0.0.1:8"]
-    assert await resolve([Target.parse(text) for text in texts]) == (expected, [])
+    addresses, problems = await resolve([Target.parse(text) for text in texts])
+    assert (list(addresses)[:5], problems) == (expected, [])
+    assert [addresses[address] for address in expected] == [""] * 5
+    assert addresses["127.0.0.1:9"] == "localhost"
 
 
 async def test_a_name_that_cannot_be_resolved_is_a_problem_with_its_name() -> None:
     addresses, (problem,) = await resolve([Target.parse("127.0.0.1:5"), Target.parse("no.such.name.invalid:1")])
-    assert addresses == ["127.0.0.1:5"]
+    assert list(addresses) == ["127.0.0.1:5"]
     assert problem.startswith("no.such.name.invalid:1 cannot be resolved: ")
 
 

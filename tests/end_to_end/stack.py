@@ -40,7 +40,7 @@ from shared.limits import LONGEST_DRAFT
 from shared.metrics import Gauges, Identity, Telemetry
 from shared.model.model import Model
 from shared.pack.reader import Pack
-from shared.server import ANY_LOOPBACK_PORT, RunningServer, ServerOptions, Service, serving
+from shared.server import ANY_LOOPBACK_PORT, RunningServer, ServerOptions, Service, TlsFiles, serving
 from shared.spool import Spool
 from shared.spool_file import SpoolFolder
 from shared.streaming.copies import Copies
@@ -119,6 +119,7 @@ async def prefill_replica(
     spool_folder: SpoolFolder | None = None,
     cache_blocks: int = 256,
     address: Address = ANY_LOOPBACK_PORT,
+    tls: TlsFiles | None = None,
     computes: bool = True,
     copies: Copies | None = None,
 ) -> AsyncIterator[Prefill]:
@@ -159,7 +160,8 @@ async def prefill_replica(
     if computes:
         engine.start()
     try:
-        async with serving(service, ServerOptions(address=address, health_poll_s=HEALTH_POLL_S)) as server:
+        options = ServerOptions(address=address, tls=tls, health_poll_s=HEALTH_POLL_S)
+        async with serving(service, options) as server:
             yield Prefill(server, scheduler, engine, telemetry, spool)
     finally:
         scheduler.close()
