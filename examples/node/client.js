@@ -1,6 +1,6 @@
 // Streams one answer from running services, with nothing of Headrace but its protos:
 //
-//     npm install
+//     npm ci
 //     node client.js 127.0.0.1:50051 "What is a headrace?"
 
 import path from "node:path";

@@ -31,7 +31,7 @@ def example(request: pytest.FixtureRequest) -> tuple[str, ...]:
     if node is None:
         pytest.skip("Node is not installed")
     if not (EXAMPLES / "node/node_modules").is_dir():
-        pytest.skip("the packages of the Node example are missing; run npm install in examples/node")
+        pytest.skip("the packages of the Node example are missing; run npm ci in examples/node, as .ci/run does")
     return node, request.param
 
 
