@@ -21,7 +21,7 @@ from shared.draft_plan import worthwhile_draft
 from shared.errors import ConfigurationError, HeadraceError
 from shared.forecast import Machine, ModelSpeed, Speculation
 from shared.limits import LOCAL_PASS_TOKENS, PREFILL_PASS_TOKENS
-from shared.machine import cached, kernel_versions
+from shared.machine import cached, kernel_versions, machine_key
 from shared.pack.reader import Pack
 from shared.prospect import Outlook, model_speed
 from shared.shift import Drafting
@@ -49,6 +49,9 @@ class Planning:
     prefix_cache: str | None
     again: bool
     """Measure what was measured before."""
+    device: str = "cpu"
+    device_memory: str | None = None
+    """The device's budget, as users write it; None leaves it to the services."""
 
     @cached_property
     def draft_pack(self) -> DraftPack | None:
@@ -86,24 +89,31 @@ class Planning:
         """What a process of a stage needs."""
         if stage != "prefill":
             return self._decode_demand(stage, self.draft_pack)
-        settings = PrefillSettings(
+        return prefill_demand(self.pack, self.prefill_settings, self.runtime_bytes(stage))
+
+    def _decode_demand(self, stage: Stage, draft_pack: DraftPack | None) -> Demand:
+        return decode_demand(self.pack, draft_pack, self.decode_settings(stage), self.runtime_bytes(stage))
+
+    @property
+    def prefill_settings(self) -> PrefillSettings:
+        """Of a prefill service."""
+        return PrefillSettings(
             context_length=self._context,
             pass_tokens=PREFILL_PASS_TOKENS,
             spool_bytes=spool_bytes(self.pack, max(self._context, PREFILL_PASS_TOKENS)),
             prefix_cache_bytes=parse_bytes(self.prefix_cache) if self.prefix_cache else None,
         )
-        return prefill_demand(self.pack, settings, self._runtime_bytes(stage))
 
-    def _decode_demand(self, stage: Stage, draft_pack: DraftPack | None) -> Demand:
+    def decode_settings(self, stage: Stage) -> DecodeSettings:
+        """Of a decode service; colocated it computes prompts too."""
         colocated = stage == "colocated"
-        settings = DecodeSettings(
+        return DecodeSettings(
             context_length=self._context,
             batch=self.batch,
             draft_length=self.draft_length,
             receives=not colocated,
             prompt_tokens=LOCAL_PASS_TOKENS if colocated else 0,
         )
-        return decode_demand(self.pack, draft_pack, settings, self._runtime_bytes(stage))
 
     @property
     def _context(self) -> int:
@@ -116,16 +126,22 @@ class Planning:
     @cached_property
     def model(self) -> ModelSpeed:
         """The packed model on this machine."""
-        return model_speed(self.pack, self._calibration)
+        return model_speed(self.pack, self._calibration, self._written_token_s)
 
     @cached_property
     def draft_model(self) -> ModelSpeed | None:
         """And the draft, if it is a model."""
         if self.draft_pack is None:
             return None
-        return model_speed(
-            self.draft_pack.pack, calibrated(self.draft_pack.pack, torch.get_num_threads(), again=self.again)
-        )
+        found = calibrated(self.draft_pack.pack, torch.get_num_threads(), again=self.again)
+        return model_speed(self.draft_pack.pack, found)
+
+    @cached_property
+    def _written_token_s(self) -> float:
+        """What the service takes of the processor for a token that is chosen: only it has its imports."""
+        key = {"pack": self.pack.manifest.model_digest, "python": sys.version, "machine": machine_key()}
+        command = [sys.executable, "-m", "decode_service.answer_speed", str(self.pack.path)]
+        return float(cached("answer", key, lambda: float(_asked(command)), again=self.again))
 
     @cached_property
     def machine(self) -> Machine:
@@ -154,22 +170,26 @@ class Planning:
         """How the draft goes in forecasts of whole jobs."""
         return Drafting(name=self.draft, acceptance=self.acceptance, draft=self.draft_model, length=self.draft_length)
 
-    def _runtime_bytes(self, stage: Stage) -> int:
+    def runtime_bytes(self, stage: Stage) -> int:
         """What the service itself says that it takes without weights: only it has its imports. Kept on this machine."""
         module = "prefill_service" if stage == "prefill" else "decode_service"
         drafting = None if stage == "prefill" else self.draft_pack
         packs = [self.pack.manifest.model_digest, drafting.pack.manifest.model_digest if drafting else None]
         draft = None if stage == "prefill" else self.draft
+        on_device = ["--device", self.device] if self.device != "cpu" else []
         key = {"service": module, "packs": packs, "draft": draft, "python": sys.version, "kernels": kernel_versions()}
         command = [sys.executable, "-m", module, str(self.pack.path), "--show-runtime", "--log-level", "error"]
+        if on_device:
+            key["device"] = self.device
+        command += on_device + (["--device-memory", self.device_memory] if self.device_memory else [])
         if module == "decode_service":
             command += ["--draft", self.draft, *(["--draft-pack", str(drafting.pack.path)] if drafting else [])]
-        return int(cached("runtime", key, lambda: _asked(command), again=self.again))
+        return int(cached("runtime", key, lambda: int(_asked(command)), again=self.again))
 
 
-def _asked(command: Sequence[str]) -> int:
+def _asked(command: Sequence[str]) -> str:
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:
         kind = ConfigurationError if run.returncode == 2 else HeadraceError
         raise kind(run.stderr.strip().removeprefix("error: "))
-    return int(run.stdout)
+    return run.stdout

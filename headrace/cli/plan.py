@@ -15,6 +15,7 @@ from shared.errors import ConfigurationError
 from shared.limits import DECODE_BATCH
 
 if TYPE_CHECKING:
+    from headrace.cli._planning import Planning
     from shared.shift import Job
 
 Stage = Literal["prefill", "decode", "colocated"]
@@ -23,6 +24,8 @@ Stage = Literal["prefill", "decode", "colocated"]
 def plan(
     pack: Annotated[Path, typer.Argument(help="The packed model.")],
     memory: Annotated[str, typer.Option(metavar="SIZE", help="Budget of the process, as in 2GiB, 800MB or 50%.")],
+    device: options.Device = "cpu",
+    device_memory: options.DeviceMemory = None,
     stage: Annotated[Stage, typer.Option(help="Which process; colocated: both in one.")] = "decode",
     draft: options.DraftKind = "auto",
     draft_pack: options.DraftPack = None,
@@ -56,6 +59,8 @@ def plan(
     With --prompt-tokens and --output-tokens: how many reports a shift brings, at what cost each, with which residency,
     draft and replicas. --reports asks for so many and is answered with the machines that they need.
 
+    With --device: how both of its budgets are spent, and no forecast.
+
     The forecast needs a calibration of some seconds, which is kept in the user's cache folder. Exit code 2: the budget
     is too small (the message names the smallest that works), or options contradict each other.
     """
@@ -85,8 +90,13 @@ def plan(
         context_length=context_length,
         prefix_cache=prefix_cache,
         again=recalibrate,
+        device=device,
+        device_memory=device_memory,
     )
     budget_bytes = parse_bytes(memory)
+    if (device, device_memory) != ("cpu", None):
+        _plan_device(planning, stage, budget_bytes, job, as_json)
+        return
     planned = planning.within(budget_bytes, stage)  # refuses before anything is measured
     with options.messages.status("measuring disk, memory and matrix products …"):
         outlook = planned.outlook(stage)
@@ -99,6 +109,18 @@ def plan(
     show(found, outlook)
     if brought:
         _shift_view.show(brought)
+
+
+def _plan_device(planning: Planning, stage: Stage, budget_bytes: int, job: Job | None, as_json: bool) -> None:
+    from headrace.cli import _device_plan
+
+    if job is not None:
+        raise ConfigurationError("a shift is forecast for the CPU only; leave --device or --prompt-tokens out")
+    found = _device_plan.device_plan(planning, stage, budget_bytes)
+    if as_json:
+        print(json.dumps(_device_plan.to_json(found), indent=2))
+    else:
+        _device_plan.show(found)
 
 
 def _job(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import select
 import signal
@@ -84,6 +85,14 @@ def test_decode_is_told_where_prefill_is_and_what_to_draft_with(journal: Path) -
     assert [arguments for stage, _, _, arguments in lines if stage == "decode"] == [
         f"PACK --prefill {first},{second} {common} --draft self --draft-pack DRAFT --draft-length 5"
     ]
+
+
+def test_every_service_is_told_which_device_computes(journal: Path) -> None:
+    with LocalServices(dataclasses.replace(plan(journal), device="cuda:1", device_memory="45%")):
+        pass
+    started = [line for line in journal.read_text().splitlines() if " started " in line]
+    assert len(started) == 2
+    assert all("--device cuda:1 --device-memory 45%" in line for line in started)
 
 
 def test_without_prefill_services_decode_is_told_of_none(journal: Path) -> None:

@@ -6,11 +6,13 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from headrace.cli import app
+from headrace.cli import _device_plan, app
+from headrace.cli._planning import Planning
 from shared.errors import BudgetError, ConfigurationError
 from shared.pack.reader import Pack
 from tests.conftest import FamilyPack, TinyPack
@@ -159,3 +161,46 @@ def test_replicas_that_are_asked_for_are_the_ones_that_are_shown(tiny_pack: Tiny
 def test_jobs_that_make_no_sense_are_refused(tiny_pack: TinyPack, options: tuple[str, ...]) -> None:
     refused = plan(tiny_pack("bf16"), "--memory", "2GiB", "--draft", "none", *options)
     assert isinstance(refused.exception, ConfigurationError)
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode", "colocated"])
+def test_a_process_with_a_device_has_two_budgets(
+    tiny_pack: TinyPack, stage: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Plain arithmetic: no device is needed, and none was there when it was written."""
+    planning = Planning(
+        pack=Pack.open(tiny_pack("bf16")),
+        draft="none",
+        draft_path=None,
+        draft_length=None,
+        given_acceptance=None,
+        batch=4,
+        context_length=None,
+        prefix_cache=None,
+        again=False,
+    )
+    found = _device_plan.tiered(planning, stage, 2 << 30, 1 << 30, 640 << 20)
+    described = _device_plan.to_json(found)
+    assert described["device_memory"]["planned_bytes"] <= described["device_memory"]["budget_bytes"] == 1 << 30
+    assert described["host_memory"]["planned_bytes"] <= described["host_memory"]["budget_bytes"] == 2 << 30
+    assert described["residency"]["resident"] == [0, 1, 2, 3]
+    json.dumps(described)
+    _device_plan.show(found)
+    shown = capsys.readouterr().out
+    assert [text for text in ("Device memory", "Host memory", "no GPU") if text not in shown] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--device", "gpu"), "'gpu' is not a device; write cpu, cuda or cuda:N"),
+        (("--device-memory", "1GiB"), "--device-memory is for a CUDA device"),
+        (("--device", "cuda", "--prompt-tokens", "9", "--output-tokens", "9"), "a shift is forecast for the CPU only"),
+    ],
+)
+def test_a_device_that_cannot_be_planned_for_is_told(
+    tiny_pack: TinyPack, arguments: tuple[str, ...], says: str
+) -> None:
+    result = plan(tiny_pack("bf16"), "--memory", "2GiB", *arguments)
+    assert isinstance(result.exception, ConfigurationError)
+    assert says in str(result.exception)
