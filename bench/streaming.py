@@ -174,8 +174,10 @@ def walk(model: Model) -> None:
 def compute(model: Model, rows: int) -> None:
     """One pass over one prompt."""
     current = model.begin(TokenBatch.of([(list(range(1, rows + 1)), 0)]))
+    kv = PromptKeyValues(current.batch.segments)
     for layer, weights in model.walk():
-        current.compute(layer, weights, PromptKeyValues(current.batch.segments))
+        current.compute(layer, weights, kv)
+        kv.clear()
 
 
 @dataclass(frozen=True)

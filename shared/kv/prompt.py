@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shared.device import CPU
 from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues, token_slots
-from shared.model.attention import ALIGNED_CHUNK, PART_TOKENS, aligned_attention
+from shared.model.attention import ALIGNED_CHUNK, PART_TOKENS, ChunkMasks, aligned_attention
 from shared.model.batch import Segment
 from shared.model.spec import AttentionRule
 
@@ -53,6 +53,7 @@ class PromptKeyValues:
         tables = [()] * len(segments) if tables is None else tables
         device = CPU if pool is None else pool.device
         self._prompts = {s: _addresses(s, table, device) for s, table in zip(segments, tables, strict=True)}
+        self._masks = ChunkMasks(max(segment.total for segment in segments))
         self.clear()
 
     def parts(self, tokens: int) -> Sequence[slice]:
@@ -78,7 +79,7 @@ class PromptKeyValues:
             whole_keys, whole_values = self._tokens(self._prompts[segment], 0, last, -last % ALIGNED_CHUNK)
             rows = slice(segment.start + within.start - part.start, segment.start + within.stop - part.start)
             context = segment.context + within.start
-            aligned_attention(rule, queries[rows], whole_keys, whole_values, context, attended[rows])
+            aligned_attention(rule, queries[rows], whole_keys, whole_values, context, attended[rows], self._masks)
         return attended
 
     def of(self, segment: Segment, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor]:

@@ -72,7 +72,13 @@ def causal_attention(rule: AttentionRule, queries: Tensor, keys: Tensor, values:
 
 
 def aligned_attention(
-    rule: AttentionRule, queries: Tensor, keys: Tensor, values: Tensor, context: int, attended: Tensor
+    rule: AttentionRule,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    context: int,
+    attended: Tensor,
+    masks: ChunkMasks,
 ) -> None:
     """Attention of one sequence's new tokens, whose rounding depends on a token's position alone.
 
@@ -84,6 +90,7 @@ def aligned_attention(
         queries: [new, heads, head_dim], at positions `context` onwards.
         keys, values: [context + new, filled up to a multiple of `ALIGNED_CHUNK`, kv_heads, head_dim]; all finite.
         attended: receives the result, [new, heads, head_dim].
+        masks: for sequences as long as this one at least.
     """
     end = context + len(queries)
     for first in range(context - context % ALIGNED_CHUNK, end, ALIGNED_CHUNK):
@@ -96,15 +103,42 @@ def aligned_attention(
             else queries[new]
         )
         seen = slice(first_seen(rule, first), last)
-        seen_by = visible_in(rule, slice(first, last), seen, queries.device)
         group = chunk.shape[1] // keys.shape[1]
         # Where many keys are seen, the query heads of a group take turns: together their mask would be large.
         turns = group if last - seen.start > LONG_CONTEXT else 1
-        mask = additive_mask(seen_by[None], group // turns, chunk.dtype)
+        mask = masks.of(rule, last - seen.start, group // turns, chunk)
         for turn in range(turns):
             heads = slice(turn, None, turns)
             found = grouped_attention(rule, chunk[None, :, heads], keys[None, seen], values[None, seen], mask)[0]
             attended[new, heads] = found[start - first : stop - first]
+
+
+class ChunkMasks:
+    """The masks of `aligned_attention`, made once for all chunks, prompts and layers of a pass.
+
+    Counted back from the end of a chunk, which keys its queries see depends on the rule alone. So every chunk's mask is
+    the end of the longest one's.
+    """
+
+    def __init__(self, longest: int) -> None:
+        """Makes none yet.
+
+        Args:
+            longest: tokens of the longest sequence.
+        """
+        self._longest = longest + -longest % ALIGNED_CHUNK
+        self._made: dict[tuple[AttentionRule, int], Tensor] = {}
+
+    def of(self, rule: AttentionRule, keys: int, heads_per_kv: int, queries: Tensor) -> Tensor:
+        """The mask of a chunk that sees so many keys, for queries of this dtype and device: see `additive_mask`."""
+        if (rule, heads_per_kv) not in self._made:
+            most = self._longest if heads_per_kv == 1 else min(self._longest, LONG_CONTEXT)
+            last_chunk = slice(most - ALIGNED_CHUNK, most)
+            seen = slice(first_seen(rule, last_chunk.start), most)
+            seen_by = visible_in(rule, last_chunk, seen, queries.device)
+            self._made[rule, heads_per_kv] = additive_mask(seen_by[None], heads_per_kv, queries.dtype)
+        mask = self._made[rule, heads_per_kv]
+        return mask[..., mask.shape[-1] - keys :]
 
 
 def additive_mask(visible: Tensor, heads_per_kv: int, dtype: torch.dtype, rows_multiple: int = 1) -> Tensor:
