@@ -34,17 +34,16 @@ def layout_from_wire(message: kv_cache_pb2.KvLayout) -> KvLayout:
 
 
 def frame_to_wire(frame: Frame) -> prefill_pb2.PrefillResponse:
-    return prefill_pb2.PrefillResponse(
-        frame=kv_cache_pb2.KvFrame(
-            sequence_number=frame.sequence_number,
-            layer=frame.layer,
-            first_token=frame.first_token,
-            token_count=frame.token_count,
-            keys=frame.keys,
-            values=frame.values,
-            crc32=frame.crc32,
-        )
-    )
+    # Filled in place: a message that is given to another one's constructor is copied twice on its way.
+    response = prefill_pb2.PrefillResponse()
+    message = response.frame
+    message.sequence_number = frame.sequence_number
+    message.layer = frame.layer
+    message.first_token = frame.first_token
+    message.token_count = frame.token_count
+    message.keys, message.values = frame.keys, frame.values
+    message.crc32 = frame.crc32
+    return response
 
 
 def frame_from_wire(message: kv_cache_pb2.KvFrame) -> Frame:
