@@ -10,6 +10,7 @@ from shared.machine import cached, machine_key
 from shared.pack.reader import Pack
 from shared.speed import disk_bytes_per_s, layer_seconds, memory_bytes_per_s, output_seconds
 from shared.speed_attention import rest_seconds
+from shared.speed_handoff import handoff_token_s
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,10 @@ class Calibration:
     """And for attention to each token of their contexts."""
     prompt_rest_s: Mapping[int, float]
     """Tokens of a prompt -> seconds for what one layer does with it besides products."""
+    begin_s: Mapping[int, float]
+    """Sequences -> seconds to lay out a decode pass over them."""
+    handed_token_s: float
+    """Of all cores, for a prompt token's keys and values on their way from stage to stage: either stage's share."""
 
     @classmethod
     def of_json(cls, value: Mapping[str, Any]) -> Calibration:
@@ -60,10 +65,10 @@ def calibrated(pack: Pack, threads: int, *, again: bool = False) -> Calibration:
         "threads": threads,
         "machine": machine_key(),
     }
-    return Calibration.of_json(cached("calibration", key, lambda: asdict(_measure(pack)), again=again))
+    return Calibration.of_json(cached("calibration", key, lambda: asdict(_measure(pack, threads)), again=again))
 
 
-def _measure(pack: Pack) -> Calibration:
+def _measure(pack: Pack, threads: int) -> Calibration:
     products, rest = layer_seconds(pack), rest_seconds(pack)
     return Calibration(
         disk_bytes_per_s=disk_bytes_per_s(pack),
@@ -74,4 +79,6 @@ def _measure(pack: Pack) -> Calibration:
         decode_rest_s=rest.decode,
         context_token_s=rest.context_token,
         prompt_rest_s=rest.prompt,
+        begin_s=rest.beginning,
+        handed_token_s=handoff_token_s(pack) / threads,
     )

@@ -44,6 +44,12 @@ class Work:
     """Tokens to be computed of each."""
     scored: float = 0.0
     """Rows that need logits."""
+    sequences: float = 0.0
+    """That decode."""
+    written: float = 0.0
+    """Tokens that the pass yields for answers."""
+    handed: float = 0.0
+    """Prompt tokens whose keys and values are sent, or received, meanwhile."""
 
     @property
     def rows(self) -> float:
@@ -71,15 +77,20 @@ class ModelSpeed:
     """For a layer's attention to each token of their contexts."""
     prompt_rest_s: Mapping[int, float] = field(default_factory=dict)
     """Tokens of a prompt -> seconds for what a layer does with it besides its products."""
+    begin_s: Mapping[int, float] = field(default_factory=dict)
+    """Sequences -> seconds to lay out a pass over them."""
+    written_token_s: float = 0.0
+    """To make a chosen token part of its answer: text, stops, and the way to the RPC that waits for it."""
+    handed_token_s: float = 0.0
+    """Of all cores, for a prompt token's way from one stage to the other: either stage's share."""
     experts: ExpertTraffic | None = None
 
     def compute_s(self, work: Work, resident: int) -> float:
         """Arithmetic of a pass, with so many layers in memory for good."""
         products_s = resident * at_rows(self.resident_layer_s, work.rows)
         products_s += (self.layers - resident) * at_rows(self.streamed_layer_s, work.rows)
-        return (
-            products_s + self.layers * self._rest_s(work) + (at_rows(self.output_s, work.scored) if work.scored else 0)
-        )
+        output_s = at_rows(self.output_s, work.scored) if work.scored else 0.0
+        return products_s + self.layers * self._rest_s(work) + output_s + self._besides_s(work)
 
     def operations(self, work: Work) -> float:
         """Multiplications and additions of its products."""
@@ -99,6 +110,11 @@ class ModelSpeed:
         layers = [(self.layer_parameters, table) for table in (self.streamed_layer_s, self.resident_layer_s)]
         tables = [*layers, (self.output_parameters, self.output_s)]
         return max(2.0 * parameters * rows / s for parameters, table in tables for rows, s in table.items())
+
+    def _besides_s(self, work: Work) -> float:
+        """What a pass does besides its layers and its output."""
+        seconds = work.written * self.written_token_s + work.handed * self.handed_token_s
+        return seconds + (at_rows(self.begin_s, work.sequences) if work.sequences and self.begin_s else 0.0)
 
     def _rest_s(self, work: Work) -> float:
         """What one layer does besides its products."""
@@ -136,7 +152,7 @@ class Speculation:
         """Time to propose for a batch; a draft's layers all stay in memory."""
         if self.draft is None:
             return 0.0
-        step = Work(decode_rows=batch, context_tokens=context_tokens, scored=batch)
+        step = Work(decode_rows=batch, context_tokens=context_tokens, scored=batch, sequences=batch)
         return self.length * self.draft.compute_s(step, self.draft.layers)
 
 
@@ -172,9 +188,10 @@ def decode_forecast(
 ) -> Forecast:
     """A decode pass over `batch` sequences of `context` tokens, each with its draft."""
     rows = batch * (speculation.length + 1)
-    work = Work(decode_rows=rows, context_tokens=batch * context, scored=rows)
+    tokens = batch * speculation.tokens
+    work = Work(decode_rows=rows, context_tokens=batch * context, scored=rows, sequences=batch, written=tokens)
     draft_s = speculation.draft_s(batch, batch * context)
-    return pass_forecast(plan, model, machine, batch, work, draft_s, batch * speculation.tokens)
+    return pass_forecast(plan, model, machine, batch, work, draft_s, tokens)
 
 
 def prefill_forecast(plan: MemoryPlan, model: ModelSpeed, machine: Machine, batch: int, prompt_tokens: int) -> Forecast:

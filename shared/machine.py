@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-FORMAT = 3
+FORMAT = 4
 """Of the cached files; a change in what is measured, or how, needs a new one."""
 KERNEL_PACKAGES = ("torch", "bitsandbytes")
 

@@ -67,8 +67,12 @@ def prospect(budget_bytes: int, demand: Demand, outlook: Outlook) -> Prospect:
     )
 
 
-def model_speed(pack: Pack, calibration: Calibration) -> ModelSpeed:
-    """A pack's model with its calibrated times."""
+def model_speed(pack: Pack, calibration: Calibration, written_token_s: float = 0.0) -> ModelSpeed:
+    """A pack's model with its calibrated times.
+
+    Args:
+        written_token_s: what the service takes to make a chosen token part of its answer.
+    """
     spec = pack.spec
     chosen = spec.experts.chosen if spec.experts else 0
     return ModelSpeed(
@@ -82,6 +86,9 @@ def model_speed(pack: Pack, calibration: Calibration) -> ModelSpeed:
         decode_rest_s=calibration.decode_rest_s,
         context_token_s=calibration.context_token_s,
         prompt_rest_s=calibration.prompt_rest_s,
+        begin_s=calibration.begin_s,
+        written_token_s=written_token_s,
+        handed_token_s=calibration.handed_token_s,
         experts=ExpertTraffic(count=pack.experts_per_layer, chosen=chosen, expert_bytes=pack.expert_bytes)
         if chosen
         else None,

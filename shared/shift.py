@@ -123,6 +123,7 @@ def decode_stage(
     def of(drafting: Drafting, speculation: Speculation, at_once: int) -> StageForecast:
         turns = _turns(job, speculation)
         work = _decode_work(job, speculation, at_once)
+        work = replace(work, handed=at_once * job.computed_tokens / turns)
         draft_s = speculation.draft_s(at_once, work.context_tokens)
         found = pass_forecast(plan, model, machine, at_once, work, draft_s, at_once * speculation.tokens)
         times = (found.pass_s, found.compute_s + draft_s, found.read_s)
@@ -161,7 +162,7 @@ def prefill_stage(job: Job, plan: MemoryPlan, model: ModelSpeed, machine: Machin
         most_prompts: that decode asks for at once.
     """
     prompts = max(1, min(PREFILL_PASS_TOKENS // job.computed_tokens, most_prompts))
-    work = Work(prompts=prompts, prompt_tokens=job.computed_tokens)
+    work = Work(prompts=prompts, prompt_tokens=job.computed_tokens, handed=prompts * job.computed_tokens)
     found = pass_forecast(plan, model, machine, prompts, work, 0.0, work.rows)
     nothing = Drafting(name="none", acceptance=0.0, draft=None, length=None)
     times = [s / prompts for s in (found.pass_s, found.compute_s, found.read_s)]
@@ -262,7 +263,8 @@ def _turns(job: Job, speculation: Speculation) -> float:
 def _decode_work(job: Job, speculation: Speculation, sequences: float) -> Work:
     rows = sequences * (speculation.length + 1)
     context = job.prompt_tokens + job.output_tokens / 2
-    return Work(decode_rows=rows, context_tokens=sequences * context, scored=rows)
+    written = sequences * min(speculation.tokens, job.output_tokens)
+    return Work(decode_rows=rows, context_tokens=sequences * context, scored=rows, sequences=sequences, written=written)
 
 
 def _stage(

@@ -1,14 +1,19 @@
-"""Short measurements of what a pass consists of: reading layers, reading memory, matrix products of real layers."""
+"""Short measurements of what a pass consists of: reading layers, reading memory, matrix products of real layers.
+
+Times that belong together are measured in rounds, one piece of each work in turn: whatever makes the machine slow for a
+moment makes all of them slow, and they still fit together, also where one is taken from another.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,7 +37,11 @@ MOST_OUTPUT_COPIES = 4
 """Of the output matrix, which may be large."""
 DISK_S, PRODUCT_S = 1.5, 0.12
 """A measurement goes on for about this time."""
-FEWEST_TRIES = 5
+FEWEST_TRIES, PATIENCE = 5, 4
+"""It has so many tries, unless that would take several times as long."""
+
+Name = TypeVar("Name")
+Work = Callable[[], object]
 
 
 def disk_bytes_per_s(pack: Pack) -> float:
@@ -56,7 +65,7 @@ def disk_bytes_per_s(pack: Pack) -> float:
 def memory_bytes_per_s() -> float:
     """Bandwidth of summing more than the caches hold, with all compute threads."""
     data = torch.ones(BEYOND_CACHES_BYTES // 4, dtype=torch.float32)
-    return BEYOND_CACHES_BYTES / undisturbed_s([data.sum], PRODUCT_S)
+    return BEYOND_CACHES_BYTES / undisturbed_s({"sum": [data.sum]})["sum"]
 
 
 @dataclass(frozen=True)
@@ -81,10 +90,10 @@ def layer_seconds(pack: Pack) -> LayerSeconds:
         experts = [Mlp.of(bind(buffer, pack.expert_layout), "", pack.scheme) for buffer in buffers]
     buffers = _copies(_open(pack, 0), pack.layer_layout.data_bytes, pack.spec.layers)
     streamed = [LayerWeights.of(bind(buffer, pack.layer_layout), pack.scheme) for buffer in buffers]
-    times = {rows: products_s(pack, streamed, experts, rows) for rows in ROWS}
+    times = undisturbed_s({rows: products(pack, streamed, experts, rows) for rows in ROWS})
     del streamed, buffers
     resident = settled_layers(pack)
-    return LayerSeconds(times, {rows: products_s(pack, resident, experts, rows) for rows in ROWS})
+    return LayerSeconds(times, undisturbed_s({rows: products(pack, resident, experts, rows) for rows in ROWS}))
 
 
 def settled_layers(pack: Pack) -> list[LayerWeights]:
@@ -102,13 +111,10 @@ def output_seconds(pack: Pack) -> dict[int, float]:
     spec, dtype = pack.spec, pack.scheme.compute_dtype
     size_bytes = spec.vocab_size * spec.hidden_size * dtype.itemsize
     copies = max(1, min(MOST_OUTPUT_COPIES, BEYOND_CACHES_BYTES // size_bytes))
-    weights = [torch.ones(spec.vocab_size, spec.hidden_size, dtype=dtype) for _ in range(copies)]
-    with torch.inference_mode():
-        inputs = {rows: torch.ones(rows, spec.hidden_size, dtype=dtype) for rows in OUTPUT_ROWS}
-        return {
-            rows: undisturbed_s([partial(_likeliest, x, weight) for weight in weights], PRODUCT_S)
-            for rows, x in inputs.items()
-        }
+    shape = (spec.vocab_size, spec.hidden_size)
+    weights = [_touched(size_bytes).view(dtype).view(shape).fill_(1) for _ in range(copies)]
+    inputs = {rows: torch.ones(rows, spec.hidden_size, dtype=dtype) for rows in OUTPUT_ROWS}
+    return undisturbed_s({rows: [partial(_likeliest, x, weight) for weight in weights] for rows, x in inputs.items()})
 
 
 def _likeliest(hidden: Tensor, weight: Tensor) -> list[int]:
@@ -122,8 +128,8 @@ def _settled(pack: Pack, buffers: list[Tensor]) -> Iterator[LayerWeights]:
         yield LayerWeights.of(settle(stored, FUSED, pack.scheme), pack.scheme)
 
 
-def products_s(pack: Pack, layers: Sequence[LayerWeights], experts: Sequence[Mlp], rows: int) -> float:
-    """The matrix products of one layer, of those of its experts where some are given."""
+def products(pack: Pack, layers: Sequence[LayerWeights], experts: Sequence[Mlp], rows: int) -> list[Work]:
+    """The matrix products of each layer, and of its experts where some are given."""
     spec, dtype = pack.spec, pack.scheme.compute_dtype
     chunk = min(rows, ROW_CHUNK)
     hidden, attended, gated = (
@@ -137,7 +143,7 @@ def products_s(pack: Pack, layers: Sequence[LayerWeights], experts: Sequence[Mlp
         mlp.gate_up(hidden[:its_rows])
         mlp.down(gated[:its_rows])
 
-    def products(layer: LayerWeights) -> None:
+    def of(layer: LayerWeights) -> None:
         for _ in range(-(-rows // chunk)):
             layer.qkv(hidden)
             layer.attention_output(attended)
@@ -146,8 +152,7 @@ def products_s(pack: Pack, layers: Sequence[LayerWeights], experts: Sequence[Mlp
         for its_rows in groups:
             mlp_products(next(rotating), its_rows)
 
-    with torch.inference_mode():
-        return undisturbed_s([partial(products, layer) for layer in layers], PRODUCT_S)
+    return [partial(of, layer) for layer in layers]
 
 
 def _expert_rows(pack: Pack, rows: int) -> list[int]:
@@ -182,23 +187,31 @@ def _open(pack: Pack, layer: int) -> DataFile:
     return DataFile(pack.layer_path(layer), pack.layer_layout, pack.layer_digest(layer), f"layer {layer}")
 
 
-def typical_s(works: Sequence[Callable[[], object]], limit_s: float) -> float:
+def typical_s(works: Sequence[Work], limit_s: float) -> float:
     """The median time of pieces of work that are done in turn, after one that warms up, for about `limit_s`."""
-    return statistics.median(_times(works, limit_s))
+    return statistics.median(_times({"": works}, limit_s)[""])
 
 
-def undisturbed_s(works: Sequence[Callable[[], object]], limit_s: float) -> float:
-    """Their lower quartile: for arithmetic, which other programs only ever make slower."""
-    return statistics.quantiles(_times(works, limit_s), n=4)[0]
+def undisturbed_s(works: Mapping[Name, Sequence[Work]]) -> dict[Name, float]:
+    """The lower quartile of each work's times: for arithmetic, which other programs only ever make slower."""
+    times = _times(works, PRODUCT_S * len(works))
+    return {name: statistics.quantiles(found, n=4)[0] for name, found in times.items()}
 
 
-def _times(works: Sequence[Callable[[], object]], limit_s: float) -> list[float]:
-    works[-1]()
-    times: list[float] = []
-    for work in cycle(works):
-        started_s = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started_s)
-        if len(times) >= FEWEST_TRIES and sum(times) > limit_s:
-            break
+def _times(works: Mapping[Name, Sequence[Work]], limit_s: float) -> dict[Name, list[float]]:
+    """Does one piece of each work, then the next of each, and so on."""
+    turns = {name: cycle(pieces) for name, pieces in works.items()}
+    times: dict[Name, list[float]] = {name: [] for name in works}
+    with torch.inference_mode():
+        for pieces in works.values():
+            pieces[-1]()
+        started_s, rounds = time.perf_counter(), 0
+        while (elapsed_s := time.perf_counter() - started_s) < limit_s or rounds < FEWEST_TRIES:
+            if rounds > 1 and elapsed_s > PATIENCE * limit_s:
+                break
+            rounds += 1
+            for name, turn in turns.items():
+                piece, begun_s = next(turn), time.perf_counter()
+                piece()
+                times[name].append(time.perf_counter() - begun_s)
     return times

@@ -32,6 +32,7 @@ EDGE = (
     "headrace.v1*",
     "headrace.client*",
     "shared.wire",
+    "shared.speed_handoff",
     "shared.server",
     "shared.calls",
     "*_service.__main__",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -139,7 +140,8 @@ class Planning:
     @cached_property
     def _written_token_s(self) -> float:
         """What the service takes of the processor for a token that is chosen: only it has its imports."""
-        key = {"pack": self.pack.manifest.model_digest, "python": sys.version, "machine": machine_key()}
+        tokenizer = hashlib.sha256(self.pack.tokenizer_json().encode()).hexdigest()
+        key = {"tokenizer": tokenizer, "python": sys.version, "machine": machine_key()}
         command = [sys.executable, "-m", "decode_service.answer_speed", str(self.pack.path)]
         return float(cached("answer", key, lambda: float(_asked(command)), again=self.again))
 

@@ -84,6 +84,14 @@ def test_attention_grows_with_the_tokens_of_all_contexts() -> None:
     assert [forecast.compute_s for forecast in forecasts] == pytest.approx([10 * 0.012 + 0.1, 10 * 0.022 + 0.1])
 
 
+def test_a_pass_is_laid_out_once_and_each_written_token_takes_its_time() -> None:
+    speed = model({1: 0.01}, begin_s={1: 0.5, 8: 1.2}, written_token_s=0.25)
+    drafting = Speculation(length=1, acceptance=0.5, draft=None)
+    alone, eight = (decode_forecast(plan(1000), speed, MACHINE, drafting, batch) for batch in (1, 8))
+    assert alone.compute_s == pytest.approx(2 * (10 * 0.01 + 0.1) + 0.5 + 1.5 * 0.25)
+    assert eight.compute_s == pytest.approx(16 * (10 * 0.01 + 0.1) + 1.2 + 8 * 1.5 * 0.25)
+
+
 def test_expected_tokens_reach_from_one_to_the_whole_chain() -> None:
     assert expected_tokens(0.0, 5) == 1
     assert expected_tokens(1.0, 5) == 6

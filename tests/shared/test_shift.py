@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -98,6 +99,25 @@ def test_a_colocated_process_reads_once_for_prompts_and_answers() -> None:
     stage = colocated_stage(JOB, plan(200, 1000), MODEL, MACHINE, 8, [NO_DRAFT])
     # A round of 8 reports: 64 passes to decode, and a quarter of a pass for each report's prompt.
     assert stage.report_s == pytest.approx(64.25 / 8)
+
+
+def test_the_way_of_keys_and_values_from_stage_to_stage_takes_both_stages_cores() -> None:
+    dear = replace(MODEL, handed_token_s=0.001)
+    job = replace(JOB, shared_tokens=100)  # of which 96 are held already
+    for stage in (partial(prefill_stage, most_prompts=4), partial(decode_stage, batch=8, draftings=[NO_DRAFT])):
+        free_s, handed_s = (stage(job, plan(1000, 1000), speed, MACHINE).report_s for speed in (MODEL, dear))
+        assert handed_s - free_s == pytest.approx(32 * 0.001)
+    here = [colocated_stage(job, plan(1000, 1000), speed, MACHINE, 8, [NO_DRAFT]) for speed in (MODEL, dear)]
+    assert here[0].report_s == here[1].report_s
+
+
+def test_every_written_token_takes_its_time() -> None:
+    dear = replace(MODEL, written_token_s=0.001)
+    for of in (decode_stage, colocated_stage):
+        free_s, written_s = (
+            of(JOB, plan(1000, 1000), speed, MACHINE, 8, [NO_DRAFT]).report_s for speed in (MODEL, dear)
+        )
+        assert written_s - free_s == pytest.approx(64 * 0.001)  # the first of 65 comes with the prompt
 
 
 def test_on_one_machine_two_stages_share_cores_and_on_two_the_slower_one_sets_the_pace() -> None:
