@@ -25,11 +25,12 @@ def serve(
 
     Exit code 0: stopped as asked, and what ran was finished. 1: a service failed. 2: the settings cannot work.
     """
-    with options.told_errors(), services.running(services.plan(pack)) as started:
+    ctrl_c = contextlib.suppress(KeyboardInterrupt)
+    with options.told_errors(), services.running(services.plan(pack)) as started, ctrl_c:
+        # Inside from the first line on: who reads it may stop it at once.
         print("\n".join(_told(started, as_json)), flush=True)
         options.messages.print(f"call it with --target {','.join(started.target)}; Ctrl-C drains and stops it")
-        with contextlib.suppress(KeyboardInterrupt):
-            started.wait()
+        started.wait()
 
 
 def _told(services: LocalServices, as_json: bool) -> list[str]:
