@@ -5,11 +5,14 @@
 
 PACK is the embedded model in int8 unless another one is given. Each case starts its services, asks them for a few
 reports (the pilot), which shows what depends on the text alone: the length of prompts, how much of them is shared, and
-how often a draft is right. With that, and a calibration made in the same minute, `headrace plan` foretells the seconds
-a report. Then the job is done by the same services. A ratio of 1.00 is a forecast that came true; below it the job was
-faster. Jobs are whole rounds of as many reports as are under way at once.
+how often a draft is right. With that, `headrace plan` foretells the seconds a report. Jobs are whole rounds of as many
+reports as are under way at once, done by the same services. A ratio of 1.00 is a forecast that came true; below it the
+job was faster.
 
-Run it on a machine that does nothing else: the calibration is made before the job, not during it.
+The machine may change meanwhile, so that forecasts and jobs take turns: calibrate and foretell, do the job, calibrate
+and foretell again, and so on. A job is held against the mean of the forecasts before and after it. Where these two
+differ by more than 15 %, the repetition is dropped. The table has the middle one of those that are left, how much the
+forecasts of the case differed, and what share of the cores other programs had during its job.
 """
 
 from __future__ import annotations
@@ -22,16 +25,18 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bench.disturbance import Watch
 from bench.embedded import embedded_pack
+from bench.forecast_result import Pilot, Repetition, Result
 from bench.machine import this_machine
 from bench.prompts import BenchPrompt
 from bench.report import plot, read_json, show_table, write_json
 from bench.reports import report_prompts
-from bench.services import service
+from bench.services import Started, service
 from headrace import Client
 from headrace.types import Completion
 from shared.forecast import expected_tokens
@@ -44,44 +49,6 @@ AIM = 0.25
 """How far a forecast may be off."""
 
 
-@dataclass(frozen=True)
-class Pilot:
-    """What depends on the text."""
-
-    prompt_tokens: int
-    shared_tokens: int
-    draft_length: int
-    """Tokens proposed in a pass, usually; 0 without a draft."""
-    acceptance: float
-    """The chance that one is right, were there always so many."""
-    tokens_a_pass: float
-    """Of one report."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """One forecast, and what came of it. Seconds are for one report."""
-
-    arrangement: str
-    draft: str
-    memory: str
-    reports: int
-    output_tokens: int
-    pilot: Pilot
-    draft_length: int
-    at_once: int
-    resident_layers: int
-    forecast_s: float
-    measured_s: float
-    bound_by: str
-    measured_tokens_a_pass: float
-
-    @property
-    def ratio(self) -> float:
-        """What was measured ÷ what was foretold."""
-        return self.measured_s / self.forecast_s
-
-
 def main() -> None:
     """Measures what the command line asks for, and reports it."""
     arguments = _arguments()
@@ -89,11 +56,14 @@ def main() -> None:
         machine = this_machine()
         results = list(_results(arguments))
         show_table(f"{Path(arguments.pack).name}, forecast and job", COLUMNS, map(_row, results), machine)
-        within = sum(abs(result.ratio - 1) <= AIM for result in results)
-        print(f"{within} of {len(results)} forecasts within {AIM:.0%}")
+        steady = [result for result in results if result.steady]
+        within = sum(abs(result.middle.ratio - 1) <= AIM for result in steady)
+        print(f"{within} of {len(steady)} forecasts within {AIM:.0%}")
+        for result in results:
+            if not result.steady:
+                print(f"{result.arrangement}, {result.draft}: the machine changed in every repetition; measure again")
         if arguments.json:
-            found = [asdict(result) | {"ratio": result.ratio} for result in results]
-            write_json(arguments.json, machine, pack=Path(arguments.pack).name, results=found)
+            write_json(arguments.json, machine, pack=Path(arguments.pack).name, results=[*map(_json, results)])
     if arguments.plot:
         draw(arguments.draw or arguments.json, arguments.plot)
 
@@ -117,54 +87,71 @@ def _results(arguments: argparse.Namespace) -> Iterator[Result]:
     for arrangement in arguments.arrangements.split(","):
         for draft in arguments.draft.split(","):
             result = _result(arrangement, draft, prompts, arguments)
-            print(f"{arrangement}, {draft}: {result.forecast_s:.3g} s foretold, {result.measured_s:.3g} s", flush=True)
+            shown = ", ".join(f"{repetition.ratio:.2f}" for repetition in result.repetitions)
+            print(f"{arrangement}, {draft}: measured ÷ foretold {shown}", flush=True)
             yield result
 
 
 def _result(arrangement: str, draft: str, prompts: Sequence[BenchPrompt], arguments: argparse.Namespace) -> Result:
-    with _services(arrangement, draft, arguments) as address, Client(address, timeout_s=24 * 3600) as client:
+    with (
+        _services(arrangement, draft, arguments) as services,
+        Client(services[-1].address, timeout_s=24 * 3600) as client,
+    ):
         _answers(client, prompts[:1], arguments.output_tokens, 1)  # what all prompts begin with is known from here on
         pilot = _pilot(draft, _answers(client, prompts[1 : arguments.pilot], arguments.output_tokens, BATCH))
         fleet = _forecast(arrangement, draft, pilot, arguments)
         decode = fleet["stages"][-1]
         at_once = decode["at_once"]
-        count = -(-arguments.reports // at_once) * at_once
-        asked = prompts[arguments.pilot :][:count]
-        started_s = time.monotonic()
-        answers = _answers(client, asked, arguments.output_tokens, IN_ADVANCE * at_once)
-        measured_s = (time.monotonic() - started_s) / len(answers)
+        asked = prompts[arguments.pilot :][: -(-arguments.reports // at_once) * at_once]
+        repetitions = []
+        for _ in range(arguments.repetitions):
+            before_s, watch = fleet["report_s"], Watch([lambda each=each: each.processor_s for each in services])
+            started_s = time.monotonic()
+            answers = _answers(client, asked, arguments.output_tokens, IN_ADVANCE * at_once)
+            measured_s, others = (time.monotonic() - started_s) / len(answers), watch.others_share()
+            fleet = _forecast(arrangement, draft, pilot, arguments)
+            repetitions.append(Repetition(before_s, fleet["report_s"], measured_s, _tokens_a_pass(answers), others))
         resident_layers = client.status()[0].resident_layers
     return Result(
         arrangement=arrangement,
         draft=draft,
         memory=arguments.memory,
-        reports=len(answers),
+        reports=len(asked),
         output_tokens=arguments.output_tokens,
         pilot=pilot,
         draft_length=decode["draft_length"],
         at_once=at_once,
         resident_layers=resident_layers,
-        forecast_s=fleet["report_s"],
-        measured_s=measured_s,
         bound_by=decode["bound_by"],
-        measured_tokens_a_pass=_tokens_a_pass(answers),
+        repetitions=repetitions,
     )
 
 
+def _json(result: Result) -> dict[str, Any]:
+    middle = result.middle
+    return asdict(result) | {
+        "forecast_s": middle.forecast_s,
+        "measured_s": middle.measured_s,
+        "ratio": middle.ratio,
+        "steady": len(result.steady),
+        "changed": result.changed,
+    }
+
+
 @contextmanager
-def _services(arrangement: str, draft: str, arguments: argparse.Namespace) -> Iterator[str]:
-    """The address of decode, with a prefill process beside it or without one."""
+def _services(arrangement: str, draft: str, arguments: argparse.Namespace) -> Iterator[list[Started]]:
+    """A prefill process, where there is one, and last the decode process."""
     options = ["--context-length", str(_context(arguments)), "--draft", draft]
     options += ["--draft-pack", arguments.draft_pack] if draft in ("self", "model") else []
     if arrangement == "colocated":
         with service("decode_service", arguments.pack, arguments.memory, options) as decode:
-            yield decode.address
+            yield [decode]
         return
     with (
         service("prefill_service", arguments.pack, arguments.memory, options[:2]) as prefill,
         service("decode_service", arguments.pack, arguments.memory, [*options, "--prefill", prefill.address]) as decode,
     ):
-        yield decode.address
+        yield [prefill, decode]
 
 
 def _answers(client: Client, prompts: Sequence[BenchPrompt], output_tokens: int, concurrency: int) -> list[Completion]:
@@ -231,12 +218,12 @@ def _context(arguments: argparse.Namespace) -> int:
 
 COLUMNS = (
     *("processes", "draft", "reports", "prompt", "shared", "acceptance", "tokens a pass", "at once", "in memory"),
-    *("s foretold", "s measured", "ratio", "bound by"),
+    *("s foretold", "s measured", "ratio", "steady", "machine changed", "others had", "bound by"),
 )
 
 
 def _row(result: Result) -> list[str]:
-    pilot = result.pilot
+    pilot, middle = result.pilot, result.middle
     return [
         result.arrangement,
         f"{result.draft}, {result.draft_length}" if result.draft_length else result.draft,
@@ -244,12 +231,15 @@ def _row(result: Result) -> list[str]:
         str(pilot.prompt_tokens),
         str(pilot.shared_tokens),
         f"{pilot.acceptance:.2f}" if pilot.draft_length else "",
-        f"{result.measured_tokens_a_pass:.2f}",
+        f"{middle.tokens_a_pass:.2f}",
         str(result.at_once),
         str(result.resident_layers),
-        f"{result.forecast_s:.3f}",
-        f"{result.measured_s:.3f}",
-        f"{result.ratio:.2f}",
+        f"{middle.forecast_s:.3f}",
+        f"{middle.measured_s:.3f}",
+        f"{middle.ratio:.2f}",
+        f"{len(result.steady)} of {len(result.repetitions)}",
+        f"{result.changed - 1:.0%}",
+        f"{middle.others_share:.0%}",
         result.bound_by,
     ]
 
@@ -263,6 +253,7 @@ def _arguments() -> argparse.Namespace:
     add("--draft", default="none,ngram", metavar="KIND[,…]", help="(%(default)s)")
     add("--draft-pack", metavar="PACK", help="for the drafts self and model")
     add("--reports", type=int, default=64, help="of a job, at least (%(default)s)")
+    add("--repetitions", type=int, default=3, help="of each job, between forecasts (%(default)s)")
     add("--pilot", type=int, default=BATCH + 1, help="reports before the forecast, at least 2 (%(default)s)")
     add("--prompt-tokens", type=int, default=300, metavar="N", help="about (%(default)s)")
     add("--output-tokens", type=int, default=120, metavar="N", help="exactly (%(default)s)")

@@ -15,9 +15,10 @@ def draw(source: Path, picture: Path) -> None:
     with plot(picture, len(panels), f"{content['pack']}; cost is time on the machine × its price") as axes:
         for place, (setting, budget, shape) in zip(axes, panels, strict=True):
             shown = [result for result in results if (result["setting"], result["shape"]) == (setting, shape)]
-            naive_s = shown[0]["wall_s"] / shown[0]["reports"]
-            cheaper = [naive_s / (result["wall_s"] / result["reports"]) for result in shown]
-            bars = place.barh([result["case"] for result in shown], cheaper)
+            seconds = [result["wall_s"] / result["reports"] for result in shown]
+            naive = [s for s, result in zip(seconds, shown, strict=True) if result["case"].startswith("naive")]
+            cheaper = [sum(naive) / len(naive) / s for s in seconds]
+            bars = place.barh([f"{result['case']} ({result['scheme']})" for result in shown], cheaper)
             place.bar_label(bars, [f"{times:.1f}" for times in cheaper], fontsize=7, padding=2)
             place.set(xlabel="times cheaper than naive", title=f"{setting} ({budget}), {shape} tokens")
             place.tick_params(axis="y", labelsize=7)

@@ -65,7 +65,7 @@ def test_a_forecast_is_made_and_the_job_is_done(tiny_pack: TinyPack, tmp_path: P
     found, picture = tmp_path / "forecast.json", tmp_path / "forecast.svg"
     pack = str(tiny_pack("int8", context=4096))
     job = ["--memory", "1GiB", "--reports", "4", "--pilot", "2", "--output-tokens", "8"]
-    job += ["--context-length", "4096"]
+    job += ["--context-length", "4096", "--repetitions", "1"]
     run = subprocess.run(
         [*PROGRAM, "forecast", pack, *job, "--json", str(found), "--plot", str(picture)],
         capture_output=True,
@@ -80,6 +80,37 @@ def test_a_forecast_is_made_and_the_job_is_done(tiny_pack: TinyPack, tmp_path: P
     for result in results:
         assert result["reports"] >= 4
         assert result["ratio"] == pytest.approx(result["measured_s"] / result["forecast_s"])
+    assert picture.exists()
+
+
+@pytest.mark.slow
+def test_levers_are_measured_and_their_rows_are_kept_beside_the_scheme_that_was_chosen(
+    tiny_pack: TinyPack, tmp_path: Path
+) -> None:
+    found, picture = tmp_path / "levers.json", tmp_path / "levers.svg"
+    job = ["--settings", "fits", "--fits", "1GiB", "--shape", "300:8", "--other-shapes", "100:4"]
+    job += ["--context-length", "4096", "--reports", "4", "--alone", "1", "--batch", "4"]
+    job += ["--cases", "naive", "+ KV management: all", "naive, again"]
+    packs = [part for scheme in ("bf16", "int8") for part in (f"--{scheme}", str(tiny_pack(scheme, context=4096)))]
+    run = subprocess.run(
+        [*PROGRAM, "levers", *packs, *job, "--json", str(found), "--plot", str(picture)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert run.returncode == 0, run.stderr
+    results = json.loads(found.read_text())["results"]
+    rows = [(result["shape"], result["case"], result["reports"]) for result in results]
+    assert rows == [
+        ("300:8", "naive", 1),
+        ("300:8", "+ KV management: all", 4),
+        ("300:8", "naive, again", 1),
+        ("100:4", "naive", 1),
+        ("100:4", "+ KV management: all", 4),
+    ]
+    assert {result["scheme"] for result in results if "naive" in result["case"]} == {"bf16"}
+    assert run.stdout.count("Quantization: ") == 2
     assert picture.exists()
 
 
