@@ -30,9 +30,9 @@ from shared.pack.sources import open_source  # noqa: E402
 from shared.pack.sources.embedded import embedded_model  # noqa: E402
 from shared.pack.sources.source import Source, logical_shapes  # noqa: E402
 from shared.pack.writer import write_pack  # noqa: E402
+from shared.quant.kernels import NF4_BLOCK, load_bitsandbytes  # noqa: E402
 from shared.quant.nf4_codes import nf4_codes  # noqa: E402
-from shared.quant.products import load_bitsandbytes  # noqa: E402
-from shared.quant.schemes import NF4_BLOCK, SCHEMES, scheme_named  # noqa: E402
+from shared.quant.schemes import SCHEMES, scheme_named  # noqa: E402
 
 PIECE_BYTES = 8 << 20
 

@@ -3,7 +3,8 @@
     python -m bench.quality [SOURCE] [--json FILE]
 
 The text is that of the example reports. Formats that are not schemes of ours (double quantization, fp4, int8 with 8-bit
-activations) are measured beside them, to show why the schemes are what they are.
+activations) are measured beside them, to show why the schemes are what they are, and so are products that a processor
+may choose for int8 (`shared.quant.candidates`).
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from shared.pack.sources.embedded import embedded_model
 from shared.pack.sources.source import Source
 from shared.pack.writer import write_pack
 from shared.perplexity import Predictions, predictions, streamed_model
-from shared.quant.products import integer_product
+from shared.quant.kernels import integer_product, mixed_int8
 from shared.quant.schemes import Scheme, scheme_named
+from shared.quant.widened import widened_int8
 
 Product = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 
@@ -86,6 +88,8 @@ def variants() -> list[Variant]:
         Variant("fp32 (reference)", 32, "fp32"),
         Variant("bf16", 16, "bf16"),
         Variant("int8", 8, "int8"),
+        Variant("int8, widened", 8, "int8", product=widened_int8),
+        Variant("int8, mixed", 8, "int8", product=mixed_int8),
         Variant("int8, 8-bit activations", 8, "int8", product=coarse_int8),
         Variant("nf4", 4.25, "nf4"),
         Variant("nf4, fp32 scales", 4.5, "bf16", four_bit("nf4", double=False)),

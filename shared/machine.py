@@ -21,6 +21,8 @@ KERNEL_PACKAGES = ("torch", "bitsandbytes")
 def cached(kind: str, key: Mapping[str, Any], measure: Callable[[], Any], *, again: bool = False) -> Any:
     """A measured JSON value, from the cache folder where it is known. A cache that cannot be written costs time only.
 
+    Of processes that measure at the same time all get what the first one wrote.
+
     Args:
         kind: what is measured; part of the file's name.
         key: everything that the value depends on.
@@ -35,8 +37,20 @@ def cached(kind: str, key: Mapping[str, Any], measure: Callable[[], Any], *, aga
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps(value, indent=1))
-        partial.replace(file)
+        if again or _unreadable(file):
+            partial.replace(file)
+        else:
+            partial.unlink()
+            return json.loads(file.read_text())
     return value
+
+
+def _unreadable(file: Path) -> bool:
+    try:
+        json.loads(file.read_text())
+    except (OSError, ValueError):
+        return True
+    return False
 
 
 def kernel_versions() -> dict[str, str]:

@@ -12,6 +12,7 @@ from shared.model.experts import HELD_TOKENS, ROW_COUNTS
 from shared.model.mlp import ROW_CHUNK
 from shared.model.spec import ModelSpec
 from shared.quant.schemes import Scheme
+from shared.quant.widened import tile_bytes
 
 WIDE = 4
 """Bytes of float32, in which norms, attention scores and rescaled integer products are computed."""
@@ -103,14 +104,19 @@ def _mixture_bytes(spec: ModelSpec, scheme: Scheme, tokens: int) -> int:
 
 def logits_workspace_bytes(spec: ModelSpec, dtype: torch.dtype, rows: int) -> int:
     """Most bytes that the logits of some rows take while they are computed."""
-    return rows * spec.vocab_size * (dtype.itemsize + WIDE)
+    widened = tile_bytes("bf16", spec.hidden_size) if dtype == torch.bfloat16 else 0
+    return rows * spec.vocab_size * (dtype.itemsize + WIDE) + widened
 
 
 def _product_bytes(scheme: Scheme, rows: int, columns: int, out: int) -> int:
-    """What a product takes besides its input: results in the compute dtype, wider sums, a dequantized matrix."""
+    """What a product takes besides its input: results in the compute dtype, wider sums, a dequantized matrix.
+
+    Whichever candidate is chosen (`shared.quant.candidates`): one multiplies in float32, all others as they may.
+    """
     results = 2 * rows * out * scheme.compute_dtype.itemsize
+    widened = rows * (out + columns) * WIDE + tile_bytes(scheme.name, columns)
     if scheme.name == "int8":  # two codes a row, each with sums as int32 and as float32, and the sum of both
-        return results + rows * (5 * out * WIDE + columns * (2 * WIDE + 2))
-    if scheme.name in ("nf4", "fp4"):
-        return results + out * columns * scheme.compute_dtype.itemsize
-    return results
+        return results + max(widened, rows * (5 * out * WIDE + columns * (2 * WIDE + 2)))
+    if scheme.name == "nf4":
+        return results + max(widened, out * columns * scheme.compute_dtype.itemsize)
+    return results + (widened if scheme.name == "bf16" else 0)

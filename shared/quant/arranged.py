@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 from torch import Tensor
 
-from shared.quant.products import BY_ROWS, SCALES_BY_ROWS, nf4_separate
+from shared.quant.kernels import BY_ROWS, SCALES_BY_ROWS, nf4_separate
 from shared.quant.schemes import Scheme
 
 ARRANGING_COPIES = 5

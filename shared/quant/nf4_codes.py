@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from shared.quant.products import load_bitsandbytes
+from shared.quant.kernels import load_bitsandbytes
 
 PIECE_ELEMENTS = 1 << 17
 """A piece as float32 is 512 KiB. Larger ones fall out of the cache; for smaller ones, calls cost more than work."""

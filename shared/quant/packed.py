@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shared.machine import cached, machine_key
-from shared.quant.products import PACKED
+from shared.quant.kernels import PACKED
 from shared.quant.schemes import Scheme
 
 Components = Mapping[str, Tensor]
@@ -47,13 +47,13 @@ def settle_matrix(stored: Components, scheme: Scheme) -> dict[str, Tensor]:
 
 
 def pack_dense(stored: Components) -> dict[str, Tensor]:
-    """bf16: the weight as `products.packed_linear` takes it."""
+    """bf16: the weight as `kernels.packed_linear` takes it."""
     others = {suffix: tensor.clone() for suffix, tensor in stored.items() if suffix != "weight"}
     return others | {PACKED: torch.ops.mkldnn._reorder_linear_weight(stored["weight"], EXPECTED_ROWS)}
 
 
 def pack_int8(stored: Components) -> dict[str, Tensor]:
-    """int8: the weight as `products.packed_integer_product` takes it."""
+    """int8: the weight as `kernels.packed_integer_product` takes it."""
     weight = stored["weight"]
     others = {suffix: tensor.clone() for suffix, tensor in stored.items() if suffix != "weight"}
     return others | {PACKED: torch.ops.onednn.qlinear_prepack(weight, [EXPECTED_ROWS, weight.shape[1]])}

@@ -10,7 +10,7 @@ of bitsandbytes (`SCB` and `weight` for int8, `weight` and `weight.absmax` for 4
 | int8   | `weight` int8 [out, in], `SCB` float32 [out] (row maxima)     | bfloat16, 16 bits per row in products |
 | nf4    | `weight` uint8 [out, in/2], `weight.absmax` bf16 [in/64, out] | bfloat16                              |
 
-nf4 lies as bitsandbytes' CPU kernel wants it: 32 rows interleaved, scales transposed (`products.nf4`).
+nf4 lies as bitsandbytes' CPU kernel wants it: 32 rows interleaved, scales transposed (`kernels.nf4_interleave`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ import torch
 from torch import Tensor
 
 from shared.errors import ConfigurationError, UnsupportedModelError
-from shared.quant import products
+from shared.quant import kernels, products
+from shared.quant.kernels import NF4_BLOCK
 from shared.quant.nf4_codes import nf4_codes
 
 TensorShape = tuple[torch.dtype, tuple[int, ...]]
-
-NF4_BLOCK = 64
-"""Consecutive elements of a row that share one scale."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ def _int8_components(rows: int, columns: int) -> dict[str, TensorShape]:
 def _int8_encode(weight: Tensor) -> dict[str, Tensor]:
     """Row-wise absolute-maximum quantization (LLM.int8(), arXiv 2208.07339, without outlier columns)."""
     row_max = weight.abs().amax(dim=1).float()
-    codes = (weight.float() * (127.0 / row_max.clamp(min=products.SMALLEST_MAXIMUM))[:, None]).round()
+    codes = (weight.float() * (127.0 / row_max.clamp(min=kernels.SMALLEST_MAXIMUM))[:, None]).round()
     return {"weight": codes.to(torch.int8), "SCB": row_max}
 
 
@@ -81,9 +79,9 @@ def _nf4_components(rows: int, columns: int) -> dict[str, TensorShape]:
         raise UnsupportedModelError(
             f"nf4 needs matrices with a multiple of {NF4_BLOCK} columns, found {columns}; use int8 or bf16"
         )
-    if rows % products.NF4_ROW_GROUP:
+    if rows % kernels.NF4_ROW_GROUP:
         raise UnsupportedModelError(
-            f"nf4 needs matrices with a multiple of {products.NF4_ROW_GROUP} rows, found {rows}; use int8 or bf16"
+            f"nf4 needs matrices with a multiple of {kernels.NF4_ROW_GROUP} rows, found {rows}; use int8 or bf16"
         )
     return {
         "weight": (torch.uint8, (rows, columns // 2)),
@@ -105,7 +103,7 @@ def _nf4_encode(weight: Tensor) -> dict[str, Tensor]:
 def _nf4_fuse(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     rows = _stack_rows(parts)
     return {
-        "weight": products.nf4_interleave(rows["weight"]),
+        "weight": kernels.nf4_interleave(rows["weight"]),
         "weight.absmax": rows["weight.absmax"].t().contiguous(),
     }
 

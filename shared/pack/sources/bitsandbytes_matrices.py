@@ -21,8 +21,7 @@ from torch import Tensor
 
 from shared.errors import DataLossError, UnsupportedModelError
 from shared.pack.sources.stored_tensors import Shape, StoredTensors
-from shared.quant.products import load_bitsandbytes
-from shared.quant.schemes import NF4_BLOCK
+from shared.quant.kernels import NF4_BLOCK, load_bitsandbytes
 
 FOUR_BIT_KINDS = ("nf4", "fp4")
 STATE_SUFFIX = ".quant_state.bitsandbytes__"

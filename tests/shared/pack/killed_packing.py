@@ -21,7 +21,7 @@ from shared.pack import workspace
 from shared.pack.reader import Pack
 from shared.pack.sources import Source, open_source
 from shared.pack.writer import write_pack
-from shared.quant.products import load_bitsandbytes
+from shared.quant.kernels import load_bitsandbytes
 from shared.quant.schemes import Scheme, scheme_named
 
 KILLS = 3

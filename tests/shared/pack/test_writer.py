@@ -23,7 +23,7 @@ from shared.pack.reader import Pack
 from shared.pack.sources import open_source
 from shared.pack.workspace import workspace_of
 from shared.pack.writer import PackProgress, bytes_to_write, check_free_space, file_sizes, write_pack
-from shared.quant.products import nf4_separate
+from shared.quant.kernels import nf4_separate
 from shared.quant.schemes import SCHEMES, scheme_named
 from tests.models import tiny_checkpoint
 from tests.shared.pack.checkpoints import FULL, files_of, write_gguf

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from shared.quant.products import nf4_dequantize
+from shared.quant.kernels import nf4_dequantize
 from shared.quant.schemes import SCHEMES
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shared.quant import nf4_codes as module
+from shared.quant.kernels import load_bitsandbytes
 from shared.quant.nf4_codes import PIECE_ELEMENTS, nf4_codes
-from shared.quant.products import load_bitsandbytes
 
 BLOCK = 64
 RANDOM = torch.Generator().manual_seed(0)

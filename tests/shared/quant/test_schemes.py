@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shared.errors import ConfigurationError, UnsupportedModelError
-from shared.quant.products import load_bitsandbytes, nf4_dequantize, nf4_interleave, nf4_separate
-from shared.quant.schemes import NF4_BLOCK, SCHEMES, scheme_named
+from shared.quant.kernels import NF4_BLOCK, load_bitsandbytes, nf4_dequantize, nf4_interleave, nf4_separate
+from shared.quant.schemes import SCHEMES, scheme_named
 from tests.shared.quant.matrices import meaning, random_matrix, stored
 
 

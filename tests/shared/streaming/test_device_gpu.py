@@ -17,7 +17,7 @@ from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues
 from shared.model.batch import TokenBatch
 from shared.model.model import Model
 from shared.pack.reader import Pack
-from shared.quant import products
+from shared.quant import kernels
 from shared.streaming.plan import Residency
 from tests.conftest import TinyPack
 from tests.shared.model.runs import prompt_logits, random_tokens
@@ -74,7 +74,7 @@ def test_integer_products_are_exact(card: Card, rows: int, shape: tuple[int, int
     codes = torch.randint(-127, 128, (rows, shape[1]), generator=random).to(torch.int8)
     weight = torch.randint(-127, 128, shape, generator=random).to(torch.int8)
     codes[0], weight[0] = 127, 127
-    found = products.device_integer_product(codes.to(card.device), weight.to(card.device))
+    found = kernels.device_integer_product(codes.to(card.device), weight.to(card.device))
     assert torch.equal(found.cpu().long(), codes.long() @ weight.t().long())
 
 

@@ -18,10 +18,11 @@ from shared.model.attention import PART_TOKENS
 from shared.model.batch import TokenBatch
 from shared.model.layers import KeyValues, LayerWeights
 from shared.model.mlp import Linear, Mlp
-from shared.model.model import Model
+from shared.model.model import Model, output_matrix
 from shared.pack.reader import Pack
-from shared.quant import products
+from shared.quant import kernels
 from shared.quant.arranged import arranged
+from shared.quant.candidates import CANDIDATES
 from shared.quant.schemes import SCHEMES, scheme_named
 from shared.streaming.copies import SynchronousCopies
 from shared.streaming.plan import Residency
@@ -52,8 +53,8 @@ def test_the_device_refuses_what_a_gpu_would_and_computes_what_a_cpu_does() -> N
         ours.numpy()
 
 
-class Dequantized:
-    """A model on the CPU whose nf4 matrices are dequantized before they are multiplied, as on a device."""
+class AsOnDevice:
+    """A model on the CPU whose matrices are multiplied by the kernels that devices use, whatever is fastest here."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -68,9 +69,9 @@ class Dequantized:
                 layer,
                 replace(
                     weights,
-                    qkv=dequantized(weights.qkv),
-                    attention_output=dequantized(weights.attention_output),
-                    mlp=Mlp(dequantized(weights.mlp.gate_up), dequantized(weights.mlp.down)),
+                    qkv=as_on_device(weights.qkv),
+                    attention_output=as_on_device(weights.attention_output),
+                    mlp=Mlp(as_on_device(weights.mlp.gate_up), as_on_device(weights.mlp.down)),
                 ),
             )
 
@@ -78,15 +79,21 @@ class Dequantized:
         return Model.forward(self, batch, kv)
 
 
-def dequantized(matrix: Linear) -> Linear:
-    weight = products.nf4_dequantize(matrix.components, torch.bfloat16)
-    return Linear(scheme_named("bf16"), {"weight": weight}, matrix.bias)
+def as_on_device(matrix: Linear) -> Linear:
+    name = matrix.scheme.name
+    if name == "fp32" or kernels.PACKED in matrix.components:  # packed weights give the bits of the same kernels
+        return matrix
+    return replace(matrix, scheme=replace(matrix.scheme, product=CANDIDATES[name][0].product))
 
 
 def cpu_model(pack: Pack) -> Model:
     """A model on the CPU that multiplies as a device does."""
-    model = resident_model(pack.path)
-    return cast(Model, Dequantized(model)) if pack.scheme.name == "nf4" else model
+    if pack.scheme.name == "fp32":
+        return resident_model(pack.path)
+    outer = pack.read_outer()
+    output = Linear(scheme_named("bf16"), {"weight": output_matrix(pack.spec, outer)}, bias=None)
+    everything = Residency(frozenset(range(pack.spec.layers)), slots=0)
+    return cast(Model, AsOnDevice(Model(pack, everything, outer=outer, output=as_on_device(output))))
 
 
 @pytest.mark.parametrize("scheme", ["fp32", "bf16", "int8", "nf4"])
@@ -188,7 +195,7 @@ def test_integer_products_of_a_device_are_exact_for_every_shape(rows: int, shape
     weight = torch.randint(-127, 128, shape, generator=random).to(torch.int8)
     codes[0], weight[0] = 127, 127  # the largest sum
     expected = codes.long() @ weight.t().long()
-    found = products.device_integer_product(codes.to(strict_device()), weight.to(strict_device()))
+    found = kernels.device_integer_product(codes.to(strict_device()), weight.to(strict_device()))
     assert isinstance(found, StrictTensor)
     assert torch.equal(found.cpu().long(), expected)
 
@@ -203,7 +210,7 @@ def test_nf4_as_it_is_stored_is_multiplied_right_too() -> None:
     stored = scheme.fuse([scheme.encode(torch.randn(64, 128, generator=torch.Generator().manual_seed(0)))])
     on_device = {name: tensor.to(strict_device()) for name, tensor in stored.items()}
     found = scheme.product(torch.eye(128, dtype=torch.bfloat16).to(strict_device()), on_device)
-    assert torch.equal(found.cpu(), products.nf4_dequantize(stored, torch.bfloat16).t())
+    assert torch.equal(found.cpu(), kernels.nf4_dequantize(stored, torch.bfloat16).t())
 
 
 def test_nf4_is_arranged_in_its_own_memory_and_stands_for_the_same_matrix() -> None:
@@ -216,5 +223,5 @@ def test_nf4_is_arranged_in_its_own_memory_and_stands_for_the_same_matrix() -> N
     arrange()
     weight = {name.removeprefix("qkv."): tensor for name, tensor in tensors.items() if name != "norm"}
     ones = torch.eye(128, dtype=torch.bfloat16)
-    expected = products.nf4_dequantize(stored, torch.bfloat16).t()
+    expected = kernels.nf4_dequantize(stored, torch.bfloat16).t()
     assert torch.equal(scheme.product(ones.to(strict_device()), weight).cpu(), expected)

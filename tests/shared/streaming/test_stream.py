@@ -20,7 +20,7 @@ from shared.errors import DataLossError, UnavailableError
 from shared.model.layers import LayerWeights
 from shared.model.model import Model
 from shared.pack.reader import Pack
-from shared.quant.products import PACKED, packed_integer_product
+from shared.quant.kernels import PACKED, packed_integer_product
 from shared.streaming.plan import Residency
 from shared.streaming.stream import LayerStream
 from tests.conftest import TinyPack

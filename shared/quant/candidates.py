@@ -1,0 +1,169 @@
+"""The products that a scheme may be computed by on this CPU, and the choice between them.
+
+All candidates of a scheme compute the same and differ in rounding only. Which one is fast depends on the processor:
+without its instructions for bfloat16 or int8, kernels that need them are ten to fifty times slower than float32. So
+each candidate is held against the first one and against itself (a row must not depend on how many there are), and those
+that pass are timed. One is taken for *all* numbers of rows: were it another one for many rows, a row would depend on
+its neighbours.
+
+The rule: the least geometric mean over 1, 8, 64 and 256 rows, so that each number of rows counts for the same. But what
+takes longer than bf16 for 256 rows comes last: with fewer rows reading the weights hides arithmetic, and quantized ones
+are read sooner; with so many it does not, and they must not be slower. Measured once per machine and number of threads,
+in less than a second, and remembered.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import geometric_mean
+
+import torch
+from torch import Tensor
+
+from shared.machine import cached, machine_key
+from shared.quant.kernels import (
+    NF4_BLOCK,
+    NF4_ROW_GROUP,
+    has_nf4_kernel,
+    integer_codes,
+    mixed_int8,
+    nf4_by_dequantizing,
+    nf4_fused,
+    padded_linear,
+    takes_mixed,
+)
+from shared.quant.trial import COLUMNS, OUTPUTS, SHAPES, WEIGHTS, Components, Product, is_right, times_s
+from shared.quant.widened import widened_dense, widened_int8, widened_nf4
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute the products of a scheme."""
+
+    name: str
+    product: Product
+    """(x bfloat16 [rows, in], stored components) -> [rows, out] in bfloat16."""
+    runs: Callable[[], bool] = lambda: True
+    """Whether it can be called on this processor."""
+    takes: Callable[[Components], bool] = lambda weight: True
+    """Whether it can be called with such a weight."""
+
+
+CANDIDATES: Mapping[str, Sequence[Candidate]] = {
+    "bf16": (
+        Candidate("bfloat16", lambda x, weight: padded_linear(x, weight["weight"])),
+        Candidate("widened", widened_dense),
+    ),
+    "int8": (
+        Candidate("integers", integer_codes),
+        Candidate("widened", widened_int8),
+        Candidate("mixed", mixed_int8, takes=takes_mixed),
+    ),
+    "nf4": (
+        Candidate("dequantized", nf4_by_dequantizing),
+        Candidate("fused", nf4_fused, has_nf4_kernel),
+        Candidate("widened", widened_nf4),
+    ),
+}
+"""Scheme -> its candidates. The first one runs everywhere; the others are held against it."""
+
+ROWS = (1, 8, 64, 256)
+"""One token, a batch, a batch with drafts, and a part of a prompt."""
+LOSS = 1.2
+"""Time ÷ that of bf16 beyond which a product is slower: less could be noise."""
+
+_ranked: dict[tuple[str, int], Sequence[Candidate]] = {}
+_choosing = threading.Lock()
+
+
+def product(scheme: str, x: Tensor, weight: Components) -> Tensor:
+    """x bfloat16 [rows, in] times a weight that is stored in a scheme, on the CPU: [rows, out]."""
+    return next(candidate for candidate in ranked(scheme) if candidate.takes(weight)).product(x, weight)
+
+
+def ranked(scheme: str) -> Sequence[Candidate]:
+    """What multiplies by stored weights of a scheme here, best first; measured where that is not known yet.
+
+    The first that takes a weight is used. The last one that is slow takes any.
+    """
+    key = (scheme, torch.get_num_threads())
+    return _ranked.get(key) or _rank(*key)
+
+
+def forget() -> None:
+    """Lets the next products ask the cache folder again."""
+    _ranked.clear()
+
+
+def _rank(scheme: str, threads: int) -> Sequence[Candidate]:
+    """Two threads must not measure at once: they would disturb each other, and might choose otherwise."""
+    bf16 = None if scheme == "bf16" else ranked("bf16")[0]
+    candidates = {candidate.name: candidate for candidate in CANDIDATES[scheme]}
+    key = machine_key() | {
+        "scheme": scheme,
+        "threads": threads,
+        "candidates": list(candidates),
+        "rows": ROWS,
+        "loss": LOSS,
+    }
+    with _choosing:
+        if (scheme, threads) not in _ranked:
+            names = cached("products", key, lambda: _measure(scheme, bf16))
+            _ranked[scheme, threads] = [candidates[name] for name in names]
+    return _ranked[scheme, threads]
+
+
+@torch.inference_mode()
+def _measure(scheme: str, bf16: Candidate | None) -> list[str]:
+    """The names of the candidates that are right, best first.
+
+    Args:
+        bf16: what multiplies by bf16 weights, for other schemes.
+    """
+    first, *others = (candidate for candidate in CANDIDATES[scheme] if candidate.runs())
+    right = [first] + [candidate for candidate in others if _is_right(candidate, first, scheme)]
+    timed = [(candidate.product, _timed_weights(scheme)) for candidate in right]
+    if bf16:
+        timed.append((bf16.product, _timed_weights("bf16")))
+    found = times_s(timed, ROWS)
+    limit_s = found.pop()[-1] if bf16 else math.inf
+    return best_first({candidate.name: times for candidate, times in zip(right, found, strict=True)}, limit_s)
+
+
+def best_first(times: Mapping[str, Sequence[float]], bf16_s: float) -> list[str]:
+    """The names, ordered by the rule.
+
+    Args:
+        times: name -> seconds by the numbers of `ROWS`.
+        bf16_s: of bf16, for the largest of them; infinite where no product may be too slow.
+    """
+    return sorted(times, key=lambda name: (times[name][-1] > LOSS * bf16_s, geometric_mean(times[name])))
+
+
+def _is_right(candidate: Candidate, first: Candidate, scheme: str) -> bool:
+    weights = (weight for shape in SHAPES for weight in trial_weights(scheme, *shape) if candidate.takes(weight))
+    return all(is_right(candidate.product, first.product, weight) for weight in weights)
+
+
+def _timed_weights(scheme: str) -> list[Components]:
+    return [trial_weights(scheme, OUTPUTS, COLUMNS)[0] for _ in range(WEIGHTS)]
+
+
+def trial_weights(scheme: str, outputs: int, columns: int) -> list[Components]:
+    """Stored weights of that shape to try products with: random ones, and the largest; none where nf4 has none."""
+    shape, random = (outputs, columns), torch.Generator().manual_seed(0)
+    if scheme == "bf16":
+        values = torch.randn(shape, generator=random).to(torch.bfloat16)
+        return [{"weight": values}, {"weight": torch.ones_like(values)}]
+    if scheme == "int8":
+        scales = torch.rand(outputs, generator=random) + 0.5
+        codes = torch.randint(-127, 128, shape, generator=random, dtype=torch.int8)
+        return [{"weight": some, "SCB": scales} for some in (codes, torch.full_like(codes, 127))]
+    if outputs % NF4_ROW_GROUP or columns % NF4_BLOCK:
+        return []
+    scales = (torch.rand(columns // NF4_BLOCK, outputs, generator=random) + 0.5).to(torch.bfloat16)
+    codes = torch.randint(0, 256, (outputs, columns // 2), generator=random, dtype=torch.uint8)
+    return [{"weight": some, "weight.absmax": scales} for some in (codes, torch.full_like(codes, 255))]
