@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from decode_service.choice import choose_next
@@ -15,7 +18,9 @@ from decode_service.speculation.acceptance import accept
 from decode_service.speculation.proposer import Proposer
 from decode_service.text.output import Emission
 from decode_service.turn import Turn, turns
+from decode_service.warm_up import MostRows, run_pass, warm_up
 from shared.engine import Engine
+from shared.errors import HeadraceError
 from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues
 from shared.logprobs import token_logprobs
 from shared.metrics import Telemetry
@@ -23,9 +28,11 @@ from shared.model.batch import TokenBatch
 from shared.model.model import Model
 from shared.tensors import from_bytes
 
+log = logging.getLogger(__name__)
+
 
 class DecodeEngine(Engine[Sequence]):
-    """Runs passes on one thread until the scheduler is closed and empty."""
+    """Warms up, and then runs passes on one thread until the scheduler is closed and empty."""
 
     def __init__(
         self,
@@ -35,12 +42,14 @@ class DecodeEngine(Engine[Sequence]):
         scheduler: DecodeScheduler,
         telemetry: Telemetry,
         prompt_tokens: int,
+        warm_rows: MostRows | None = None,
     ) -> None:
         """Prepares the engine.
 
         Args:
             proposer: drafts, and learns from what is accepted.
             prompt_tokens: most tokens of prompts computed here in a pass.
+            warm_rows: sizes up to which passes are run before the first request; None: none are.
         """
         super().__init__("decode-engine", model)
         self._kv = kv
@@ -48,6 +57,34 @@ class DecodeEngine(Engine[Sequence]):
         self._scheduler = scheduler
         self._telemetry = telemetry
         self._prompt_tokens = prompt_tokens
+        self._warm_rows = warm_rows
+        self._warm = threading.Event()
+
+    def wait_until_warm(self) -> None:
+        """Returns when the passes before the first request are over, well or not: health tells."""
+        self._warm.wait()
+
+    def _run(self) -> None:
+        try:
+            if self._warm_rows:
+                self._warm_up(self._warm_rows)
+        finally:
+            self._warm.set()
+        super()._run()
+
+    def _warm_up(self, most: MostRows) -> None:
+        """On the engine's thread, as passes are: threads and memory that they use are those of later ones."""
+        started_s = time.monotonic()
+        try:
+            with torch.inference_mode(), self.health.working():
+                warm_up(partial(run_pass, self._model, self._kv), most.target, self._proposer.passed)
+                self._proposer.warm_up(most.draft)
+                self._model.finish()
+        except Exception as error:
+            # What cannot be read now may be readable later: the engine tries again, and its health says so meanwhile.
+            if not isinstance(error, HeadraceError):
+                log.exception("warming up failed")
+        log.info("warmed up in %.1f s", time.monotonic() - started_s)
 
     def _next_batch(self, timeout_s: float | None) -> list[Sequence] | None:
         return self._scheduler.next_batch(timeout_s)

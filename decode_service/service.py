@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import math
 from pathlib import Path
@@ -23,6 +24,7 @@ from decode_service.speculation.controller import DraftController
 from decode_service.speculation.proposer import Proposer
 from decode_service.tables import BlockTables
 from decode_service.text.tokenizer import Tokenizer
+from decode_service.warm_up import MostRows
 from headrace.v1 import decode_pb2_grpc
 from shared.blocks import BlockPool
 from shared.budget import log_plan, measured_runtime_bytes
@@ -142,9 +144,11 @@ async def serve(arguments: argparse.Namespace) -> None:
     scoring = Scoring(reader, client, pack.manifest.model_digest)
     servicer = DecodeServicer(reader, scheduler, prompts, telemetry, pack.manifest.model_digest, scoring)
     proposer = Proposer(drafts, _controller(settings), telemetry.drafts)
-    engine = DecodeEngine(model, kv, proposer, scheduler, telemetry, settings.missing_tokens)
+    warm_rows = MostRows(target=settings.scored_rows, draft=settings.batch)
+    engine = DecodeEngine(model, kv, proposer, scheduler, telemetry, settings.missing_tokens, warm_rows)
     engine.start()
     try:
+        await asyncio.to_thread(engine.wait_until_warm)
         await run_server(
             Service(
                 name="headrace.v1.DecodeService",

@@ -21,7 +21,13 @@ import numpy as np
 
 from decode_service.sequence import Sequence
 from decode_service.speculation.candidate import NOTHING, Candidate, Choice, Source
-from decode_service.speculation.estimates import Acceptance, Costs, Load
+from decode_service.speculation.estimates import (
+    FIRST_ACCEPTANCE,
+    Acceptance,
+    Costs,
+    Load,
+    first_acceptance_of_match,
+)
 from decode_service.speculation.plans import Estimates, Plan, best_plan
 
 PROBE_PASSES = 64
@@ -88,18 +94,22 @@ class DraftController:
         """The target has judged the first tokens that a source proposed, or would have proposed."""
         if proposed:
             known, kind = self._by_sequence.setdefault(sequence, {}), (source, certainty)
-            known.setdefault(kind, Acceptance(self._overall[kind].rate)).add(proposed, accepted)
-            self._overall[kind].add(proposed, accepted)
+            for acceptance in (known.setdefault(kind, Acceptance()), self._overall[kind]):
+                acceptance.add(proposed, accepted)
 
     def _acceptance(self, sequence: Sequence, source: Source, certainty: int = 0) -> float:
-        """That of the sequence, or, until anything is known of it, of all sequences."""
+        """That of the sequence; as far as little is known of it, that of all sequences."""
         kind = (source, certainty)
-        return self._by_sequence.get(sequence, {}).get(kind, self._overall[kind]).rate
+        prior = first_acceptance_of_match(certainty) if source is Source.LOOKUP else FIRST_ACCEPTANCE
+        overall = self._overall[kind].rate(prior)
+        own = self._by_sequence.get(sequence, {}).get(kind)
+        return own.rate(overall) if own else overall
 
     def _estimates(self, candidates: AnySequence[Candidate]) -> Estimates:
         lookup = [self._acceptance(each.sequence, Source.LOOKUP, each.certainty) for each in candidates]
         model = [self._acceptance(each.sequence, Source.MODEL) for each in candidates]
-        return Estimates(np.array(lookup), np.array(model), self._draft_costs, self._pass_costs)
+        model_is_known = self._overall[Source.MODEL, 0].is_known and not self._draft_costs.unknown
+        return Estimates(np.array(lookup), np.array(model), model_is_known, self._draft_costs, self._pass_costs)
 
     def _goes_without(self, plan: Plan) -> bool:
         """Whether it is time to measure a pass without proposals."""

@@ -38,6 +38,10 @@ class ComputingDraft(Draft, Protocol):
         """Tokens of a sequence that it would have to take in before it can propose any; at least 1."""
         ...
 
+    def warm(self, rows: int) -> None:
+        """A pass over so many tokens of nobody, before any sequence has blocks."""
+        ...
+
     def take_passes(self) -> list[tuple[int, float]]:
         """Tokens and seconds of each pass that it has taken since it was last asked."""
         ...

@@ -8,8 +8,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 FIRST_ACCEPTANCE = 0.7
-"""Assumed until there is evidence."""
-EVIDENCE_KEPT = 0.95
+"""Of a draft's model, assumed until there is evidence."""
+MATCHED, FIRST_ACCEPTANCE_OF_MATCH = (2, 3, 4, 6), (0.4, 0.67, 0.7, 0.94)
+"""Of a lookup, by how many tokens match: measured in greedy texts (docs/design.md, "Drafts: what pays")."""
+FIRST_DOUBT = 2.0
+"""What is assumed counts as much as so many verified tokens."""
+EVIDENCE_KEPT = 0.97
 """Older evidence on acceptance fades by this factor with each verified token."""
 LOAD_WEIGHT = 0.2
 """How much of a surprise is put down to the machine's load."""
@@ -27,14 +31,23 @@ which would keep the controller from ever measuring it again."""
 class Acceptance:
     """A running estimate of the chance that the target chooses the drafted token."""
 
-    def __init__(self, prior: float = FIRST_ACCEPTANCE, evidence: float = 2.0) -> None:
-        self._accepted = prior * evidence
-        self._tried = evidence
+    def __init__(self) -> None:
+        self._accepted = 0.0
+        self._tried = 0.0
+        self._doubt = FIRST_DOUBT
 
     @property
-    def rate(self) -> float:
-        """Between 0 and 1, both excluded."""
-        return min(max(self._accepted / self._tried, 0.001), 0.999)
+    def is_known(self) -> bool:
+        """There is some evidence."""
+        return self._tried > 0
+
+    def rate(self, prior: float) -> float:
+        """Between 0 and 1, both excluded.
+
+        Args:
+            prior: what would be assumed without any evidence; counts less and less.
+        """
+        return min(max((self._accepted + prior * self._doubt) / (self._tried + self._doubt), 0.001), 0.999)
 
     def add(self, proposed: int, accepted: int) -> None:
         """Takes in a chain of which the first `accepted` of `proposed` tokens were right."""
@@ -42,6 +55,7 @@ class Acceptance:
         kept = EVIDENCE_KEPT**tried
         self._accepted = self._accepted * kept + accepted
         self._tried = self._tried * kept + tried
+        self._doubt *= kept
 
 
 class Load:
@@ -79,13 +93,13 @@ class Costs:
         self._means: dict[int, _Mean] = {}
         """By the size's number of binary digits."""
         self._added = 0
-        self._sizes: list[float] = []
-        self._times_s: list[float] = []
+        self._line: tuple[list[float], list[float]] = [], []
+        """Sizes and times; replaced as a whole, so that other threads may read it."""
 
     @property
     def unknown(self) -> bool:
         """Nothing was measured so far."""
-        return not self._sizes
+        return not self._line[0]
 
     def add(self, size: int, elapsed_s: float) -> None:
         """Takes a measurement in."""
@@ -102,7 +116,7 @@ class Costs:
             mean.size += own * (size - mean.size)
             mean.elapsed_s *= surprise**own
             self._load.factor *= surprise ** (LOAD_WEIGHT * (1 - own))
-        self._sizes, self._times_s = self._rising()
+        self._line = self._rising()
 
     def _rising(self) -> tuple[list[float], list[float]]:
         """Sizes and times of the means that count; more never takes less, so means that say so are taken together."""
@@ -122,9 +136,10 @@ class Costs:
         Below the smallest known size time is taken to shrink with it, above the only known one to stay the same.
         """
         wanted = np.asarray(sizes, np.float64)
-        if not self._sizes:
+        known, usual_s = self._line
+        if not known:
             return np.zeros_like(wanted)
-        known, known_s = self._sizes, [elapsed_s * self._load.factor for elapsed_s in self._times_s]
+        known_s = [elapsed_s * self._load.factor for elapsed_s in usual_s]
         times_s = np.interp(wanted, [0.0, *known], [0.0, *known_s])
         if len(known) > 1:
             slope = max(0.0, (known_s[-1] - known_s[-2]) / (known[-1] - known[-2]))
@@ -139,6 +154,15 @@ def _weighted_s(group: list[tuple[float, float, int]]) -> float:
     """The mean of some means, each by how much is known of it."""
     weights = [min(count, 1 / COST_WEIGHT) for _, _, count in group]
     return sum(weight * mean_s for weight, (_, mean_s, _) in zip(weights, group, strict=True)) / sum(weights)
+
+
+def first_acceptance_of_match(matched: int) -> float:
+    """What is assumed of a lookup until there is evidence.
+
+    Args:
+        matched: tokens at the end of the text that are the same as before what is proposed.
+    """
+    return float(np.interp(matched, MATCHED, FIRST_ACCEPTANCE_OF_MATCH))
 
 
 def expected_tokens(acceptance: ArrayLike, length: ArrayLike) -> NDArray[np.float64]:

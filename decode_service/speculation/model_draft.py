@@ -7,6 +7,7 @@ import time
 from decode_service.choice import choose_next
 from decode_service.sequence import Sequence
 from decode_service.speculation.draft import DraftKind
+from decode_service.warm_up import run_pass
 from shared.kv.paged import PagedKeyValues
 from shared.limits import CATCH_UP_TOKENS
 from shared.model.batch import TokenBatch
@@ -61,6 +62,10 @@ class ModelDraft:
         for sequence in sequences:
             sequence.draft_kv_length = contexts[sequence]
         return [proposals[sequence] for sequence in sequences]
+
+    def warm(self, rows: int) -> None:
+        """See `ComputingDraft`."""
+        run_pass(self.model, self._kv, rows)
 
     def take_passes(self) -> list[tuple[int, float]]:
         """See `ComputingDraft`."""

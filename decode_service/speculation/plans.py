@@ -33,6 +33,8 @@ class Estimates:
     """[sequences]: chance that a token that was looked up is right."""
     model_rates: Floats
     """[sequences]: the same for one of the draft's model."""
+    model_is_known: bool
+    """It has been tried."""
     draft_costs: Costs
     pass_costs: Costs
 
@@ -96,8 +98,8 @@ def best_plan(
 
 
 def _model_lengths(lengths: range, estimates: Estimates) -> range:
-    """A model's first proposal is short: it tells what a token of any later one costs."""
-    if not estimates.draft_costs.unknown:
+    """A model's first proposal is short: it tells what any later one costs, and is good for."""
+    if estimates.model_is_known:
         return lengths
     return range(lengths.start, max(lengths.start, min(lengths.stop - 1, FIRST_LENGTH)) + 1)
 

@@ -9,6 +9,7 @@ from decode_service.sequence import Sequence
 from decode_service.speculation.candidate import Candidate, Choice, Source
 from decode_service.speculation.controller import DraftController
 from decode_service.speculation.draft import Drafts
+from decode_service.warm_up import warm_up
 from shared.draft_metrics import NO_DRAFT, DraftMetrics
 
 
@@ -73,6 +74,11 @@ class Proposer:
         for choice, proposal in zip(choices, proposals, strict=True):
             self._metrics.record_proposal(self._kind(choice), len(proposal))
         return proposals
+
+    def warm_up(self, rows_limit: int) -> None:
+        """Passes of the draft's model before the first request, from which its costs are learned."""
+        if self._drafts.model:
+            warm_up(self._drafts.model.warm, rows_limit, self._controller.draft_passed)
 
     def verified(self, sequence: Sequence, chosen: AnySequence[int]) -> None:
         """The target's own choices after a sequence: as many as were accepted, and one more."""

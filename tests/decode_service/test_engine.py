@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,20 +19,24 @@ from decode_service.scheduler import DecodeScheduler
 from decode_service.sequence import Sequence
 from decode_service.speculation.controller import DraftController
 from decode_service.speculation.draft import Drafts
+from decode_service.speculation.model_draft import ModelDraft
 from decode_service.speculation.proposer import Proposer
 from decode_service.tables import BlockTables
 from decode_service.text.output import Emission, TextOutput
 from decode_service.text.stopping import StopConditions
 from decode_service.text.tokenizer import Tokenizer
+from decode_service.warm_up import MostRows
 from shared.blocks import BlockPool
+from shared.health import EngineHealth
 from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues, token_slots
-from shared.metrics import Identity, Telemetry
+from shared.metrics import Identity, Telemetry, Totals
 from shared.model.model import Model
 from shared.outlet import Outlet
 from shared.pack.reader import Pack
+from shared.streaming.plan import Residency
 from tests.conftest import TinyPack
 from tests.end_to_end.reference import plain_answer
-from tests.end_to_end.stack import everything
+from tests.end_to_end.stack import everything, quarter
 
 BLOCKS, MAX_TOKENS, LONGEST = 40, 24, 6
 PROMPTS = [[5, 6, 7, 5, 6], [200], [9] * 40, [301, 77, 13]]
@@ -51,6 +56,7 @@ class Engine:
     scheduler: DecodeScheduler
     telemetry: Telemetry
     kv: PagedKeyValues
+    health: EngineHealth
 
     def submit(self, prompt: list[int], sampling: SamplingParams) -> Sequence:
         """A sequence whose prompt is computed in the engine's own passes."""
@@ -71,21 +77,29 @@ class Engine:
 
 
 @asynccontextmanager
-async def engine_with(path: Path, drafts: Drafts) -> AsyncIterator[Engine]:
+async def engine_with(
+    path: Path,
+    drafts: Drafts,
+    *,
+    residency: Callable[[Pack], Residency] = everything,
+    controller: DraftController | None = None,
+    warm_rows: MostRows | None = None,
+) -> AsyncIterator[Engine]:
     """Runs until everything submitted has ended; then no block may be in use."""
     pack = Pack.open(path)
-    model = Model(pack, everything(pack))
+    model = Model(pack, residency(pack))
     tables = BlockTables(BlockPool(BLOCKS, BLOCK_TOKENS), "")
     scheduler = DecodeScheduler(tables, batch_limit=8, queue_limit=8, unread_limit=1000, draft_tokens=LONGEST)
     telemetry = Telemetry(
         Identity(stage="decode", model_digest="", scheme="fp32", context_length=512, layers=4, budget_bytes=1)
     )
     kv = PagedKeyValues(pack.spec, model.dtype, BLOCKS)
-    proposer = Proposer(drafts, DraftController(LONGEST, LONGEST, rows_limit=1024))
-    engine = DecodeEngine(model, kv, proposer, scheduler, telemetry, 16)
+    proposer = Proposer(drafts, controller or DraftController(LONGEST, LONGEST, rows_limit=1024))
+    engine = DecodeEngine(model, kv, proposer, scheduler, telemetry, 16, warm_rows)
     engine.start()
+    await asyncio.to_thread(engine.wait_until_warm)
     try:
-        yield Engine(pack, scheduler, telemetry, kv)
+        yield Engine(pack, scheduler, telemetry, kv, engine.health)
     finally:
         scheduler.close()
         await asyncio.to_thread(engine.join)
@@ -191,3 +205,51 @@ async def test_blocks_that_are_shared_are_never_written_again(pack: Path) -> Non
             await tokens_of(engine.submit(head + tail, SamplingParams()))
     assert len(seen) > 10
     assert all(once == seen[0] for once in seen)
+
+
+class Listening(DraftController):
+    """A controller that remembers which passes it was told of."""
+
+    def __init__(self) -> None:
+        super().__init__(0, LONGEST, rows_limit=1024)
+        self.target_rows: list[int] = []
+        self.draft_rows: list[int] = []
+
+    def passed(self, rows: int, elapsed_s: float) -> None:
+        self.target_rows.append(rows)
+        super().passed(rows, elapsed_s)
+
+    def draft_passed(self, rows: int, elapsed_s: float) -> None:
+        self.draft_rows.append(rows)
+        super().draft_passed(rows, elapsed_s)
+
+
+async def test_before_the_first_request_costs_are_known_and_nothing_else_has_changed(pack: Path) -> None:
+    controller = Listening()
+    copy = Pack.open(pack)
+    draft_kv = PagedKeyValues(copy.spec, copy.scheme.compute_dtype, BLOCKS)
+    draft = ModelDraft(Model(copy, everything(copy)), draft_kv, shares_target_kv=False)
+    async with engine_with(
+        pack, Drafts(model=draft), controller=controller, warm_rows=MostRows(target=40, draft=4)
+    ) as engine:
+        known = {1, 2, 4, 8, 16, 32}
+        assert set(controller.target_rows) <= known
+        assert 1 in controller.target_rows
+        assert 1 in controller.draft_rows
+        assert set(controller.draft_rows) <= {1, 2, 4}
+        assert engine.telemetry.totals == Totals()
+        assert engine.scheduler.blocks_used == engine.scheduler.blocks_cached == 0
+        sequences = [engine.submit(prompt, SAMPLED) for prompt in PROMPTS]
+        assert [await tokens_of(sequence) for sequence in sequences] == expected(pack, SAMPLED)
+
+
+async def test_layers_that_cannot_be_read_before_the_first_request_make_the_engine_unhealthy(
+    tiny_pack: TinyPack, tmp_path: Path
+) -> None:
+    damaged = shutil.copytree(tiny_pack("fp32"), tmp_path / "damaged")
+    streamed = next(layer for layer in range(4) if layer not in quarter(Pack.open(damaged)).resident)
+    file = Pack.open(damaged).layer_path(streamed)
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    async with engine_with(damaged, Drafts(), residency=quarter, warm_rows=MostRows(target=8, draft=8)) as engine:
+        assert not engine.health.healthy

@@ -116,6 +116,9 @@ class OtherModel:
     def missing(self, sequence: Running) -> int:
         return 1
 
+    def warm(self, rows: int) -> None:
+        """Nothing is done once only."""
+
     def take_passes(self) -> list[tuple[int, float]]:
         return []
 

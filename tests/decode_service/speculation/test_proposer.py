@@ -26,6 +26,9 @@ class Counting:
     def missing(self, sequence: Sequence) -> int:
         return 1
 
+    def warm(self, rows: int) -> None:
+        """Nothing is done once only."""
+
     def take_passes(self) -> list[tuple[int, float]]:
         return [(1, 0.5)]
 
@@ -59,9 +62,17 @@ def sequence(*tokens: int) -> Sequence:
     )
 
 
+def where_lookups_are_good() -> DraftController:
+    """A controller that has seen short matches go well."""
+    controller = DraftController(LONGEST, LONGEST, rows_limit=100)
+    for _ in range(9):
+        controller.verified(sequence(1), Source.LOOKUP, 4, 4, certainty=2)
+    return controller
+
+
 def test_the_model_is_asked_where_no_lookup_has_found_anything() -> None:
     model, quoting, new = Counting(), sequence(7, 8, 9, 7, 8), sequence(1, 2, 3)
-    proposer = Proposer(Drafts(NgramDraft(), model), DraftController(LONGEST, LONGEST, rows_limit=100))
+    proposer = Proposer(Drafts(NgramDraft(), model), where_lookups_are_good())
     assert proposer.propose([quoting, new], [9, 3]) == [[9, 7, 8, 9], [50, 51, 52]]
     assert model.asked == [([new], [3])]
     assert proposer.propose([], []) == []
@@ -93,7 +104,7 @@ def test_a_lookup_that_the_text_confirms_throughout_counts_no_failure() -> None:
 
 def test_kinds_lengths_acceptance_and_costs_are_counted() -> None:
     metrics, quoting, new = DraftMetrics(), sequence(7, 8, 9, 7, 8), sequence(1, 2, 3)
-    proposer = Proposer(Drafts(NgramDraft(), Counting()), DraftController(LONGEST, LONGEST, rows_limit=100), metrics)
+    proposer = Proposer(Drafts(NgramDraft(), Counting()), where_lookups_are_good(), metrics)
     proposer.propose([quoting, new, sequence(1)], [9, 3, 0])
     proposer.verified(quoting, [9, 7, 1])
     proposer.verified(new, [50, 9])
