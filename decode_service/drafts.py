@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from decode_service.speculation.draft import Drafts
@@ -13,6 +15,7 @@ from shared.kv.paged import PagedKeyValues
 from shared.model.mlp import Linear
 from shared.model.model import Model, output_matrix
 from shared.quant.packed import settle_matrix
+from shared.quant.products import int8_for_few_rows
 from shared.quant.schemes import scheme_named
 from shared.streaming.plan import Residency
 from shared.tensors import on_device
@@ -45,6 +48,8 @@ def build_drafts(
 
 def int8_linear(matrix: Tensor) -> Linear:
     """A matrix [out, in] in int8, encoded in parts: in float32 all of it would take four times the memory."""
-    scheme = scheme_named("int8")
+    scheme = replace(scheme_named("int8"), product=int8_for_few_rows)
     parts = [scheme.encode(rows.float()) for rows in matrix.split(ENCODED_ROWS)]
-    return Linear(scheme, settle_matrix(scheme.fuse(parts), scheme), bias=None)
+    output = Linear(scheme, settle_matrix(scheme.fuse(parts), scheme), bias=None)
+    output(matrix[:1])  # what is used may have to be measured, which no request should wait for
+    return output

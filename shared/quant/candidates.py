@@ -72,24 +72,30 @@ CANDIDATES: Mapping[str, Sequence[Candidate]] = {
 
 ROWS = (1, 8, 64, 256)
 """One token, a batch, a batch with drafts, and a part of a prompt."""
+FEW_ROWS = (1, 8)
+"""What a draft multiplies: one token of each sequence. It is not bound to the bits of what the target multiplies by."""
 LOSS = 1.2
 """Time ÷ that of bf16 beyond which a product is slower: less could be noise."""
 
-_ranked: dict[tuple[str, int], Sequence[Candidate]] = {}
+_ranked: dict[tuple[str, int, tuple[int, ...]], Sequence[Candidate]] = {}
 _choosing = threading.Lock()
 
 
-def product(scheme: str, x: Tensor, weight: Components) -> Tensor:
-    """x bfloat16 [rows, in] times a weight that is stored in a scheme, on the CPU: [rows, out]."""
-    return next(candidate for candidate in ranked(scheme) if candidate.takes(weight)).product(x, weight)
+def product(scheme: str, x: Tensor, weight: Components, rows: tuple[int, ...] = ROWS) -> Tensor:
+    """x bfloat16 [rows, in] times a weight that is stored in a scheme, on the CPU: [rows, out].
+
+    Args:
+        rows: the numbers of rows that the choice was made for; not those of x.
+    """
+    return next(candidate for candidate in ranked(scheme, rows) if candidate.takes(weight)).product(x, weight)
 
 
-def ranked(scheme: str) -> Sequence[Candidate]:
+def ranked(scheme: str, rows: tuple[int, ...] = ROWS) -> Sequence[Candidate]:
     """What multiplies by stored weights of a scheme here, best first; measured where that is not known yet.
 
     The first that takes a weight is used. The last one that is slow takes any.
     """
-    key = (scheme, torch.get_num_threads())
+    key = (scheme, torch.get_num_threads(), rows)
     return _ranked.get(key) or _rank(*key)
 
 
@@ -98,37 +104,37 @@ def forget() -> None:
     _ranked.clear()
 
 
-def _rank(scheme: str, threads: int) -> Sequence[Candidate]:
+def _rank(scheme: str, threads: int, rows: tuple[int, ...]) -> Sequence[Candidate]:
     """Two threads must not measure at once: they would disturb each other, and might choose otherwise."""
-    bf16 = None if scheme == "bf16" else ranked("bf16")[0]
+    bf16 = ranked("bf16")[0] if scheme != "bf16" and rows == ROWS else None
     candidates = {candidate.name: candidate for candidate in CANDIDATES[scheme]}
     key = machine_key() | {
         "scheme": scheme,
         "threads": threads,
         "candidates": list(candidates),
-        "rows": ROWS,
+        "rows": rows,
         "loss": LOSS,
     }
     with _choosing:
-        if (scheme, threads) not in _ranked:
-            names = cached("products", key, lambda: _measure(scheme, bf16))
-            _ranked[scheme, threads] = [candidates[name] for name in names]
-    return _ranked[scheme, threads]
+        if (scheme, threads, rows) not in _ranked:
+            names = cached("products", key, lambda: _measure(scheme, rows, bf16))
+            _ranked[scheme, threads, rows] = [candidates[name] for name in names]
+    return _ranked[scheme, threads, rows]
 
 
 @torch.inference_mode()
-def _measure(scheme: str, bf16: Candidate | None) -> list[str]:
+def _measure(scheme: str, rows: Sequence[int], bf16: Candidate | None) -> list[str]:
     """The names of the candidates that are right, best first.
 
     Args:
-        bf16: what multiplies by bf16 weights, for other schemes.
+        bf16: what multiplies by bf16 weights; None where no product may be too slow beside it.
     """
     first, *others = (candidate for candidate in CANDIDATES[scheme] if candidate.runs())
     right = [first] + [candidate for candidate in others if _is_right(candidate, first, scheme)]
     timed = [(candidate.product, _timed_weights(scheme)) for candidate in right]
     if bf16:
         timed.append((bf16.product, _timed_weights("bf16")))
-    found = times_s(timed, ROWS)
+    found = times_s(timed, rows)
     limit_s = found.pop()[-1] if bf16 else math.inf
     return best_first({candidate.name: times for candidate, times in zip(right, found, strict=True)}, limit_s)
 

@@ -42,6 +42,13 @@ def int8(x: Tensor, weight: Mapping[str, Tensor]) -> Tensor:
     return integer_codes(x, weight) if PACKED in weight or not x.is_cpu else candidates.product("int8", x, weight)
 
 
+def int8_for_few_rows(x: Tensor, weight: Mapping[str, Tensor]) -> Tensor:
+    """`int8` for drafts, which are not bound to what the target multiplies by: chosen for few rows alone."""
+    if PACKED in weight or not x.is_cpu:
+        return integer_codes(x, weight)
+    return candidates.product("int8", x, weight, candidates.FEW_ROWS)
+
+
 def nf4(x: Tensor, weight: Mapping[str, Tensor]) -> Tensor:
     """x [rows, in] times an nf4 weight that stands for [out, in]: [rows, out]."""
     return nf4_by_dequantizing(x, weight) if BY_ROWS in weight or not x.is_cpu else candidates.product("nf4", x, weight)

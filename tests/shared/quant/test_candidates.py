@@ -13,7 +13,8 @@ from torch import Tensor
 
 from shared.machine import cached
 from shared.quant import candidates
-from shared.quant.candidates import CANDIDATES, best_first, ranked, trial_weights
+from shared.quant.candidates import CANDIDATES, FEW_ROWS, best_first, ranked, trial_weights
+from shared.quant.products import int8_for_few_rows
 from shared.quant.schemes import SCHEMES
 from shared.quant.trial import SHAPES, Components, is_right
 from shared.quant.widened import widened_dense
@@ -55,6 +56,18 @@ def test_a_weight_that_the_best_product_does_not_take_goes_to_the_next(cache: Pa
     (weight, _), x = trial_weights("int8", 7, 33), torch.randn(5, 33).to(torch.bfloat16)
     widened = next(candidate for candidate in CANDIDATES["int8"] if candidate.name == "widened")
     assert torch.equal(SCHEMES["int8"].product(x, weight), widened.product(x, weight))
+
+
+def test_drafts_have_a_choice_of_their_own_and_follow_it(cache: Path) -> None:
+    (weight, _), x = trial_weights("int8", 96, 640), torch.randn(5, 640).to(torch.bfloat16)
+    ranked("int8", FEW_ROWS)
+    file = known_file(cache, "int8")
+    ranked("int8")
+    for candidate in CANDIDATES["int8"]:
+        file.write_text(json.dumps([candidate.name]))
+        candidates.forget()
+        assert torch.equal(int8_for_few_rows(x, weight), candidate.product(x, weight))
+        assert torch.equal(SCHEMES["int8"].product(x, weight), ranked("int8")[0].product(x, weight))
 
 
 def test_threads_that_need_a_choice_at_once_get_the_same(cache: Path) -> None:
