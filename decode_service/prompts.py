@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from enum import Enum
 
 from decode_service.prefill_client import PrefillClient
 from decode_service.sequence import Sequence
+from decode_service.short_prompts import ShortPrompts
 from shared.errors import HeadraceError, UnavailableError
 from shared.kv.handoff import PrefillOutcome
 from shared.kv.paged import PagedKeyValues
@@ -20,7 +22,7 @@ class LocalPrefill(Enum):
     NEVER = "never"
     """None; where all but a last token is held, that token is in the next pass like any other last token."""
     SHORT = "short"
-    """Short ones: they ride along in a pass that runs anyway."""
+    """Short ones (`decode_service.short_prompts`): they ride along in a pass that runs anyway."""
     FALLBACK = "fallback"
     """Short ones, and any when no prefill replica answers."""
     ALWAYS = "always"
@@ -31,15 +33,15 @@ class Prompts:
     """Gets prompts computed."""
 
     def __init__(
-        self, local: LocalPrefill, short_tokens: int, client: PrefillClient | None, kv: PagedKeyValues
+        self, local: LocalPrefill, short: ShortPrompts, client: PrefillClient | None, kv: PagedKeyValues
     ) -> None:
         """Without a client every prompt is computed here.
 
         Args:
-            short_tokens: the most missing tokens that count as short.
+            short: says which prompts count as short; told of each handoff.
         """
         self._local = local if client else LocalPrefill.ALWAYS
-        self._short_tokens = short_tokens
+        self._short = short
         self._client = client
         self._kv = kv
 
@@ -53,8 +55,9 @@ class Prompts:
         """
         if self._client is None or self._computes_here(sequence):
             return None
+        missing, started_s = len(sequence.tokens) - sequence.kv_length, time.monotonic()
         try:
-            return await self._client.prefill(
+            outcome = await self._client.prefill(
                 sequence.request_id,
                 sequence.tokens,
                 lambda layer, first, keys, values: self._kv.write(sequence.blocks, layer, first, keys, values),
@@ -70,9 +73,11 @@ class Prompts:
             # Quoted: a name that its client chose must not look like lines of its own.
             log.warning("computing what request %r lacks here: %s", sequence.request_id, error)
             return None
+        self._short.handed_off(missing, time.monotonic() - started_s)
+        return outcome
 
     def _computes_here(self, sequence: Sequence) -> bool:
         missing = len(sequence.tokens) - sequence.kv_length
-        if self._local in (LocalPrefill.SHORT, LocalPrefill.FALLBACK):
-            return missing <= self._short_tokens
-        return self._local is LocalPrefill.ALWAYS or (missing == 1 and sequence.kv_length > 0)
+        if self._local is LocalPrefill.ALWAYS or (missing == 1 and sequence.kv_length > 0):
+            return True
+        return self._local is not LocalPrefill.NEVER and self._short.is_short(missing)

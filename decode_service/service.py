@@ -20,6 +20,7 @@ from decode_service.resolver import Target
 from decode_service.scheduler import DecodeScheduler
 from decode_service.scoring import Scoring
 from decode_service.servicer import DecodeServicer
+from decode_service.short_prompts import ShortPrompts
 from decode_service.speculation.controller import DraftController
 from decode_service.speculation.proposer import Proposer
 from decode_service.tables import BlockTables
@@ -68,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--prefill", type=_targets, metavar="ADDRESS[,…]", help=PREFILL_HELP)
     _add_prefill_tls(parser)
     add("--local-prefill", choices=[mode.value for mode in LocalPrefill], default="never", help=LOCAL_PREFILL_HELP)
-    add("--short-prompt", type=positive, default=64, metavar="TOKENS", help="longest short prompt (%(default)s)")
+    add("--short-prompt", type=positive, metavar="TOKENS", help="longest short prompt (what pays, by measurement)")
     add("--pass-tokens", type=positive, default=LOCAL_PASS_TOKENS, metavar="N", help=PASS_TOKENS_HELP)
     add("--draft", choices=DRAFTS, default="auto", help=DRAFT_HELP)
     add("--draft-pack", type=Path, metavar="PACK", help="for the drafts `auto`, `self` and `model`")
@@ -140,10 +141,14 @@ async def serve(arguments: argparse.Namespace) -> None:
         ),
     )
     client = _prefill_client(arguments, pack, open_channel)
-    prompts = Prompts(LocalPrefill(arguments.local_prefill), arguments.short_prompt, client, kv)
+    proposer = Proposer(drafts, _controller(settings), telemetry.drafts)
+    short = ShortPrompts(
+        proposer.pass_s, lambda: scheduler.running, settings.missing_tokens, fixed=arguments.short_prompt
+    )
+    telemetry.show("short_prompt_tokens", "Most missing tokens of a prompt that counts as short.", lambda: short.limit)
+    prompts = Prompts(LocalPrefill(arguments.local_prefill), short, client, kv)
     scoring = Scoring(reader, client, pack.manifest.model_digest)
     servicer = DecodeServicer(reader, scheduler, prompts, telemetry, pack.manifest.model_digest, scoring)
-    proposer = Proposer(drafts, _controller(settings), telemetry.drafts)
     warm_rows = MostRows(target=settings.scored_rows, draft=settings.batch)
     engine = DecodeEngine(model, kv, proposer, scheduler, telemetry, settings.missing_tokens, warm_rows)
     engine.start()

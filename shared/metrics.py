@@ -101,6 +101,7 @@ class Telemetry(Collector):
         self.drafts = DraftMetrics()
         """Of speculation; Prometheus alone shows them."""
         self._gauges = gauges or Gauges()
+        self._shown: dict[str, tuple[str, Callable[[], int]]] = {}
         self._lock = threading.Lock()
         self._totals = Totals()
         self._requests: Counter[str] = Counter()
@@ -131,6 +132,10 @@ class Telemetry(Collector):
             draft_tokens=draft_tokens,
             accepted_tokens=accepted_tokens,
         )
+
+    def show(self, name: str, meaning: str, read: Callable[[], int]) -> None:
+        """Adds a number that goes up and down, which Prometheus alone shows; called from other threads."""
+        self._shown[name] = meaning, read
 
     def add(self, **amounts: int) -> None:
         """Adds to totals by name, as in `add(prompt_tokens=17)`. The names are the fields of `Totals`."""
@@ -178,6 +183,10 @@ class Telemetry(Collector):
         for name, value in self._current().items():
             gauge = GaugeMetricFamily(f"headrace_{name}", _HELP[name], labels=["stage"])
             gauge.add_metric([stage], value)
+            yield gauge
+        for name, (meaning, read) in self._shown.items():
+            gauge = GaugeMetricFamily(f"headrace_{name}", meaning, labels=["stage"])
+            gauge.add_metric([stage], read())
             yield gauge
         yield counter_family("requests", _HELP["requests"], "outcome", stage, requests)
         yield counter_family("failures", _HELP["failures"], "kind", stage, failures)

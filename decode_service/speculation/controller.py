@@ -18,6 +18,7 @@ from collections.abc import Sequence as AnySequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from decode_service.sequence import Sequence
 from decode_service.speculation.candidate import NOTHING, Candidate, Choice, Source
@@ -89,6 +90,10 @@ class DraftController:
         """A pass of the target over so many tokens took that long."""
         self._pass_costs.add(rows, elapsed_s)
         self._idle_s += elapsed_s
+
+    def pass_s(self, rows: ArrayLike) -> NDArray[np.float64]:
+        """Expected seconds of the target's passes over so many tokens; 0 while nothing is known. Any thread."""
+        return self._pass_costs.of(rows)
 
     def verified(self, sequence: Sequence, source: Source, proposed: int, accepted: int, certainty: int = 0) -> None:
         """The target has judged the first tokens that a source proposed, or would have proposed."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from decode_service.sequence import Sequence
 from decode_service.speculation.candidate import Candidate, Choice, Source
 from decode_service.speculation.controller import DraftController
@@ -90,6 +93,10 @@ class Proposer:
         for source, tokens, certainty in judged:
             compared = min(len(tokens), len(chosen))
             self._controller.verified(sequence, source, compared, _agreed(tokens, chosen), certainty)
+
+    def pass_s(self, rows: ArrayLike) -> NDArray[np.float64]:
+        """Expected seconds of the target's passes over so many tokens; 0 while nothing is known. Any thread."""
+        return self._controller.pass_s(rows)
 
     def passed(self, rows: int, elapsed_s: float) -> None:
         """The target's pass over so many tokens took that long."""

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+import numpy as np
 import pytest
 import torch
 
 from decode_service.prefill_client import PrefillClient
 from decode_service.prompts import LocalPrefill, Prompts
 from decode_service.sequence import Sequence
+from decode_service.short_prompts import ShortPrompts
 from shared.errors import UnavailableError
 from shared.kv.layout import layout_of
 from shared.kv.paged import PagedKeyValues
 from shared.pack.reader import Pack
 from tests.conftest import TinyPack
 from tests.decode_service.simulated import sequence_of
+from tests.end_to_end.stack import prefill_replica
 
 NOBODY = "127.0.0.1:1"
 """An address that refuses connections."""
@@ -42,8 +45,20 @@ def admitted(prompt_tokens: int, held: int) -> Sequence:
     return sequence
 
 
-def prompts(pack: Pack, local: LocalPrefill, client: PrefillClient) -> Prompts:
-    return Prompts(local, SHORT, client, PagedKeyValues(pack.spec, torch.float32, 4))
+class Short(ShortPrompts):
+    """Takes up to `SHORT` tokens for short; remembers what it was told of handoffs."""
+
+    def __init__(self) -> None:
+        super().__init__(np.zeros_like, lambda: 0, 100, SHORT)
+        self.told: list[int] = []
+
+    def handed_off(self, missing: int, elapsed_s: float) -> None:
+        assert elapsed_s > 0
+        self.told.append(missing)
+
+
+def prompts(pack: Pack, local: LocalPrefill, client: PrefillClient, short: ShortPrompts | None = None) -> Prompts:
+    return Prompts(local, short or Short(), client, PagedKeyValues(pack.spec, torch.float32, 4))
 
 
 @pytest.mark.parametrize(
@@ -79,3 +94,20 @@ async def test_a_sequence_that_gave_way_comes_back_even_when_no_replica_answers(
     sequence = admitted(34, 16)
     sequence.preemptions = 1
     assert await prompts(pack, LocalPrefill.NEVER, unreachable).compute(sequence, None) is None
+
+
+async def test_what_a_handoff_took_is_remembered_and_a_failure_is_not(pack: Pack, unreachable: PrefillClient) -> None:
+    short = Short()
+    with pytest.raises(UnavailableError):
+        await prompts(pack, LocalPrefill.NEVER, unreachable, short).compute(admitted(34, 0), None)
+    assert short.told == []
+    async with prefill_replica(pack.path) as prefill:
+        client = PrefillClient(
+            [prefill.address],
+            model_digest=pack.manifest.model_digest,
+            layout=layout_of(pack),
+            hidden_size=pack.spec.hidden_size,
+        )
+        assert await prompts(pack, LocalPrefill.NEVER, client, short).compute(admitted(34, 16), None)
+        await client.close()
+    assert short.told == [34 - 16]

@@ -19,6 +19,7 @@ from decode_service.requests import RequestReader
 from decode_service.scheduler import DecodeScheduler
 from decode_service.scoring import Scoring
 from decode_service.servicer import DecodeServicer
+from decode_service.short_prompts import ShortPrompts
 from decode_service.speculation.controller import DraftController
 from decode_service.speculation.proposer import Proposer
 from decode_service.tables import BlockTables
@@ -186,7 +187,7 @@ async def decode_replica(
     queue_limit: int = 1024,
     unread_limit: int = 256,
     local_prefill: LocalPrefill = LocalPrefill.NEVER,
-    short_prompt: int = 16,
+    short_prompt: int | None = 16,
     pass_tokens: int = 512,
     copies: Copies | None = None,
 ) -> AsyncIterator[Decode]:
@@ -230,11 +231,12 @@ async def decode_replica(
         layout=layout_of(pack),
         hidden_size=pack.spec.hidden_size,
     )
-    prompts = Prompts(local_prefill, short_prompt, prefill if prefills else None, kv)
+    proposer = Proposer(drafts, controller, telemetry.drafts)
+    short = ShortPrompts(proposer.pass_s, lambda: scheduler.running, pass_tokens, short_prompt)
+    prompts = Prompts(local_prefill, short, prefill if prefills else None, kv)
     reader, digest = _reader(pack), pack.manifest.model_digest
     scoring = Scoring(reader, prefill if prefills else None, digest)
     servicer = DecodeServicer(reader, scheduler, prompts, telemetry, digest, scoring)
-    proposer = Proposer(drafts, controller, telemetry.drafts)
     engine = DecodeEngine(model, kv, proposer, scheduler, telemetry, pass_tokens)
     service = Service(
         name="headrace.v1.DecodeService",

@@ -62,6 +62,22 @@ async def test_short_prompts_ride_along_and_long_ones_are_handed_off(
     assert handed_off == sum(len(prompt) for prompt in prompts if len(prompt) > limit) > 0
 
 
+async def test_answers_are_the_same_whatever_measured_costs_say_of_prompts(
+    target_pack: SchemePack, prompts: list[list[int]], expected: list[tuple[int, ...]]
+) -> None:
+    long = [[7, 8, 9] * 40, [5] * 100]
+    path = target_pack("fp32")
+    async with (
+        prefill_replica(path) as prefill,
+        decode_replica(path, prefill.address, local_prefill=LocalPrefill.SHORT, short_prompt=None) as decode,
+    ):
+        for _ in range(2):
+            await answers(decode.client, requests(long), at_once=True)
+            found = await answers(decode.client, requests(prompts), at_once=True)
+            assert [answer.token_ids for answer in found] == expected
+        assert prefill.telemetry.totals.prompt_tokens >= sum(map(len, long)), "nothing was known of handoffs at first"
+
+
 async def test_when_no_replica_answers_the_fallback_computes_here_and_never_does_not(
     target_pack: SchemePack, prompts: list[list[int]], expected: list[tuple[int, ...]]
 ) -> None:

@@ -79,6 +79,13 @@ def test_requests_and_failures_are_counted_by_kind() -> None:
     assert exposed["headrace_first_token_seconds_bucket", "5.0"] == 1
 
 
+def test_a_number_that_prometheus_alone_shows_is_read_when_it_asks() -> None:
+    telemetry, queue = _telemetry(), ["a"]
+    telemetry.show("letters", "Letters in the queue.", lambda: len(queue))
+    queue.append("b")
+    assert _exposed(telemetry)["headrace_letters", ""] == 2
+
+
 def test_a_misspelt_total_is_an_error() -> None:
     with pytest.raises(AttributeError, match="promt_tokens"):
         _telemetry().add(promt_tokens=1)
