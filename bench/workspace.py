@@ -104,6 +104,7 @@ def measure(path: Path, tokens: int, arguments: argparse.Namespace) -> Case:
 
     from shared.budget import measured_runtime_bytes
     from shared.kv.prompt import PromptKeyValues
+    from shared.limits import PREFILL_PASS_TOKENS
     from shared.model.batch import TokenBatch
     from shared.model.model import Model
     from shared.model.workspace import prompt_workspace_bytes
@@ -122,18 +123,19 @@ def measure(path: Path, tokens: int, arguments: argparse.Namespace) -> Case:
         for _ in range(3):
             used = resource.getrusage(resource.RUSAGE_SELF)
             current = model.begin(TokenBatch.of([([7 + number % 1000 for number in range(tokens)], 0)]))
+            kv = PromptKeyValues(current.batch.segments)
             for number, (layer, weights) in enumerate(model.walk()):
                 if number >= arguments.layers:
                     break
-                kv = PromptKeyValues(current.batch.segments)
                 current.compute(layer, weights, kv)
+                kv.clear()
             del current, kv
             spent = resource.getrusage(resource.RUSAGE_SELF)
     case = Case(
         scheme=pack.scheme.name,
         tokens=tokens,
         one_heap=arguments.case == "one",
-        planned_bytes=prompt_workspace_bytes(pack.spec, pack.scheme, tokens, tokens),
+        planned_bytes=prompt_workspace_bytes(pack.spec, pack.scheme, tokens, tokens, PREFILL_PASS_TOKENS),
         peak_bytes=status_bytes("VmHWM") - before_bytes,
         kept_bytes=status_bytes("VmRSS") - before_bytes,
         processor_s=spent.ru_utime + spent.ru_stime - used.ru_utime - used.ru_stime,

@@ -100,7 +100,9 @@ def prefill_demand(pack: Pack, settings: PrefillSettings, runtime_bytes: int) ->
         ConfigurationError: the prefix cache that was asked for cannot hold a block.
     """
     tokens = max(settings.context_length, settings.pass_tokens)  # the longest prompt is a pass of its own
-    block_bytes = PagedKeyValues.block_bytes(pack.spec, pack.scheme.compute_dtype) + PREFIX_ENTRY_BYTES
+    contents_bytes = PagedKeyValues.block_bytes(pack.spec, pack.scheme.compute_dtype)
+    # A layer of what is read is copied before what is computed: of the first prompt of a pass, and of one more.
+    block_bytes = contents_bytes + 2 * contents_bytes // pack.spec.layers + PREFIX_ENTRY_BYTES
     asked_bytes = settings.prefix_cache_bytes
     if asked_bytes and asked_bytes < block_bytes:
         raise ConfigurationError(
@@ -113,7 +115,7 @@ def prefill_demand(pack: Pack, settings: PrefillSettings, runtime_bytes: int) ->
         runtime_bytes=runtime_bytes,
         outer_bytes=pack.outer_bytes,
         workspace_bytes=max(
-            prompt_workspace_bytes(pack.spec, pack.scheme, tokens, settings.context_length),
+            prompt_workspace_bytes(pack.spec, pack.scheme, tokens, settings.context_length, settings.pass_tokens),
             _scores_bytes(pack, tokens),
         ),
         transfer_bytes=settings.spool_bytes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -22,7 +22,7 @@ class _Prompt:
 
     segment: Segment
     read: Tensor
-    """Slots of the tokens before the segment, int64 [context]."""
+    """Slots of the tokens before the segment, int64: those that do not lie before it among the pass's own."""
     written: Tensor
     """Slots of the segment's first tokens, int64: those that its blocks have room for."""
 
@@ -32,6 +32,9 @@ class PromptKeyValues:
 
     A prompt whose beginning lies in blocks of a pool reads it there; what it computes goes into the blocks that its
     table has besides. What a token comes to does not depend on any of this, to the last bit (`aligned_attention`).
+
+    What the first prompt reads is put before its own tokens, so that a long prompt, which has a pass of its own, is
+    never there twice. What another prompt reads is put together with its own tokens while these attend.
     """
 
     def __init__(
@@ -53,6 +56,10 @@ class PromptKeyValues:
         tables = [()] * len(segments) if tables is None else tables
         device = CPU if pool is None else pool.device
         self._prompts = {s: _addresses(s, table, device) for s, table in zip(segments, tables, strict=True)}
+        first = self._prompts[segments[0]]
+        self._before = first.read
+        """Slots of what lies before the pass's own tokens."""
+        self._prompts[segments[0]] = replace(first, read=first.read[:0])
         self._masks = ChunkMasks(max(segment.total for segment in segments))
         self.clear()
 
@@ -73,6 +80,9 @@ class PromptKeyValues:
         # All first: a prompt may read what another one of the same pass writes.
         for segment, within in shares:
             self._write(self._prompts[segment], within)
+        if self._pool is not None and len(self._before) and not part.start:
+            for stored, kept in ((self._pool.keys, self._keys), (self._pool.values, self._values)):
+                torch.index_select(stored[layer], 0, self._before, out=kept[: len(self._before)])
         attended = torch.empty_like(queries)
         for segment, within in shares:
             last = segment.context + within.stop
@@ -102,15 +112,16 @@ class PromptKeyValues:
         """Puts a part's keys and values behind those of the parts before it, and returns its rows."""
         tokens = max(segment.start + segment.count for segment in self._prompts)
         start = self._kept % tokens  # after the last part comes the next layer
-        part = slice(start, start + len(keys))
-        if len(keys) == tokens:
+        part, before = slice(start, start + len(keys)), len(self._before)
+        if len(keys) == tokens and not before:
             self._keys, self._values = keys, values
         else:
             if not start:
                 # Zeros: attention reads a little behind what is there, masked, but it must be finite.
-                shape = (tokens + ALIGNED_CHUNK, *keys.shape[1:])
+                shape = (before + tokens + ALIGNED_CHUNK, *keys.shape[1:])
                 self._keys, self._values = keys.new_zeros(shape), values.new_zeros(shape)
-            self._keys[part], self._values[part] = keys, values
+            rows = slice(before + part.start, before + part.stop)
+            self._keys[rows], self._values[rows] = keys, values
         self._kept = part.stop
         return part
 
@@ -118,17 +129,19 @@ class PromptKeyValues:
         """Puts the keys and values of some of a prompt's tokens, counted from its first new one, into its blocks."""
         written = prompt.written[within]
         if self._pool is not None and len(written):
-            start = prompt.segment.start + within.start
+            start = len(self._before) + prompt.segment.start + within.start
             rows = slice(start, start + len(written))
             self._pool.keys[self._layer].index_copy_(0, written, self._keys[rows])
             self._pool.values[self._layer].index_copy_(0, written, self._values[rows])
 
     def _tokens(self, prompt: _Prompt, first: int, last: int, filling: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a range of tokens, with so many zeros behind them."""
-        segment, read = prompt.segment, prompt.read[first:last]
-        offset = segment.start - segment.context
-        new = slice(offset + max(first, segment.context), offset + max(last, segment.context))
-        if not len(read) and (not filling or self._kept == new.stop <= len(self._keys) - filling):
+        context, read = len(prompt.read), prompt.read[first:last]
+        # Where its first token is, or would be.
+        offset = len(self._before) + prompt.segment.start - prompt.segment.context
+        new = slice(offset + max(first, context), offset + max(last, context))
+        kept = len(self._before) + self._kept
+        if not len(read) and (not filling or kept == new.stop <= len(self._keys) - filling):
             # Zeros are there already, since nothing is behind these tokens.
             filled = slice(new.start, new.stop + filling)
             return self._keys[filled], self._values[filled]

@@ -47,33 +47,41 @@ def pass_workspace_bytes(spec: ModelSpec, scheme: Scheme, tokens: int, longest: 
     return kept + min(kept // 4, MOST_KEPT_GAPS_BYTES) + int(GAPS * max(rotation, chunk, mask + scores))
 
 
-def prompt_workspace_bytes(spec: ModelSpec, scheme: Scheme, tokens: int, longest: int) -> int:
+def prompt_workspace_bytes(spec: ModelSpec, scheme: Scheme, tokens: int, longest: int, shared: int) -> int:
     """Most bytes that a pass of prompts takes at one time where they attend in parts (`shared.kv.prompt`).
 
     Args:
         tokens: tokens in the pass.
         longest: length of the longest prompt.
+        shared: tokens in a pass of several prompts. What these compute is there twice while they attend: behind what
+            they read.
     """
     narrow, part = scheme.compute_dtype.itemsize, min(tokens, PART_TOKENS)
-    # features, and keys and values twice: those of prompts that begin in a cache are put together
-    kept = tokens * (spec.hidden_size + 4 * spec.kv_size) * narrow
+    kept = (tokens * (spec.hidden_size + 2 * spec.kv_size) + min(tokens, shared) * 2 * spec.kv_size) * narrow
     of_part = part * (2 * spec.query_size + 2 * spec.kv_size + 2 * spec.head_dim * len(set(spec.ropes))) * narrow
-    kept += max(of_part, _mixture_bytes(spec, scheme, tokens))
+    kept += max(of_part, _mixture_bytes(spec, scheme, tokens)) + _masks_bytes(spec, narrow, longest)
     rotation = part * spec.head_dim * 3 * WIDE
     working = max(
-        rotation, _chunk_bytes(spec, scheme, min(tokens, ROW_CHUNK)), _aligned_mask_bytes(spec, narrow, longest)
+        rotation, _chunk_bytes(spec, scheme, min(tokens, ROW_CHUNK)), _aligned_chunk_bytes(spec, narrow, longest)
     )
     return kept + min(kept // 4, MOST_KEPT_GAPS_BYTES) + int(GAPS * working)
 
 
-def _aligned_mask_bytes(spec: ModelSpec, narrow: int, longest: int) -> int:
-    """What one call of `aligned_attention` takes: which keys are seen, its mask, as it is and wide, and its queries."""
+def _masks_bytes(spec: ModelSpec, narrow: int, longest: int) -> int:
+    """`ChunkMasks`: for each rule one of a group's heads, and one of a single head where many keys are seen."""
+    group, keys = spec.heads // spec.kv_heads, longest + -longest % ALIGNED_CHUNK
+    rows = ALIGNED_CHUNK * (min(keys, LONG_CONTEXT) * group + (keys if keys > LONG_CONTEXT else 0))
+    return len(set(spec.attention_rules)) * rows * narrow
+
+
+def _aligned_chunk_bytes(spec: ModelSpec, narrow: int, longest: int) -> int:
+    """What one call of `aligned_attention` takes: its mask, where it is made; its queries; scores that are capped."""
     group, short = spec.heads // spec.kv_heads, min(longest, LONG_CONTEXT)
     pairs = ALIGNED_CHUNK * max(short * group, longest)  # of queries that share a head's keys, and keys
-    mask = ALIGNED_CHUNK * longest * (2 + narrow) + pairs * (narrow + WIDE)
-    # capped scores of those heads: as computed, wide, and their softmax
+    making = ALIGNED_CHUNK * longest * (2 + narrow)
+    # scores of those heads: as computed, wide, and their softmax
     scores = pairs * spec.kv_heads * (2 * WIDE + 2 * narrow) if spec.attention_soft_cap else 0
-    return mask + scores + 4 * ALIGNED_CHUNK * spec.query_size * narrow
+    return max(making, scores) + 4 * ALIGNED_CHUNK * spec.query_size * narrow
 
 
 def _chunk_bytes(spec: ModelSpec, scheme: Scheme, rows: int) -> int:
