@@ -1,16 +1,25 @@
 """How fast prompts are computed, and what it costs to hand their KV over.
 
     python -m bench.prefill PACK --memory 2GiB [--json FILE] [--plot FILE]
-    python -m bench.prefill PACK --memory 2GiB --parts compute,handoff
+    python -m bench.prefill PACK --memory 2GiB --parts compute,handoff --rounds 3
+    python -m bench.prefill PACK --memory 2GiB --quick       one round of short prompts: whether everything works
+    python -m bench.prefill --draw FILE --plot FILE          only draws what was measured before
 
-compute   tokens/s of prefill passes in this process, layers resident and streamed, over the rate at which the largest
-          matrix of a layer multiplies alone: same scheme, same rows, same run. That rate is the limit.
-handoff   time to first token through a prefill and a decode process, against one colocated process; in turns.
-batching  tokens/s of one prefill process for many short prompts, by how many are sent at once.
-prefixes  the same for prompts that begin alike, with the prefix cache and without.
-replicas  the same for one and for two prefill processes.
+compute   tokens/s of prefill passes in this process, layers resident and streamed. Limit: the rate at which the largest
+          matrix of a layer multiplies alone, with the same scheme and rows.
+handoff   time to first token through a prefill and a decode process, against one colocated process, which is the limit;
+          and the handoff alone, with nothing to compute (`bench.transfer`): its time, and its processor time against
+          that of the same bytes in messages that nobody looks into. Hidden is what of the handoff's time goes on while
+          layers are computed: 1 - after / alone, where `after` is the time of the call to prefill, as decode sees it,
+          less that of the pass.
+batching  tokens/s of one prefill process for many short prompts, by how many are sent at once. Limit: one prompt of as
+          many tokens.
+prefixes  the same for prompts that begin alike, with the prefix cache and without. Limit: the rate without, times what
+          is asked for over what has to be computed.
+replicas  the same for one prefill process and for two that share its threads. Limit: the one process.
 
-The last three call the prefill service as decode does, read every frame, and keep nothing.
+Cases of a part are measured in turns, round after round; medians are reported. Results are written after each part, so
+that an interrupted run keeps what it has, beside what FILE holds of other parts for the same pack, machine and day.
 """
 
 from __future__ import annotations
@@ -20,42 +29,35 @@ from shared.threads import wait_passively
 wait_passively()
 
 import argparse  # noqa: E402  torch is loaded below, after the line above
-import random  # noqa: E402
 import statistics  # noqa: E402
-import time  # noqa: E402
 from collections.abc import Callable, Iterator, Sequence  # noqa: E402
-from concurrent.futures import ThreadPoolExecutor  # noqa: E402
 from contextlib import ExitStack, closing  # noqa: E402
 from dataclasses import asdict, dataclass  # noqa: E402
-from itertools import cycle  # noqa: E402
+from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
-import grpc  # noqa: E402
 import torch  # noqa: E402
 
-from bench.machine import this_machine  # noqa: E402
+from bench import prefill_served  # noqa: E402
+from bench.machine import Machine, this_machine  # noqa: E402
+from bench.prefill_served import Load, Served, random_prompts  # noqa: E402
 from bench.report import plot, read_json, show_table, write_json  # noqa: E402
 from bench.services import service  # noqa: E402
 from bench.streaming import compute, residency_of, timed  # noqa: E402
+from bench.transfer import transfers  # noqa: E402
 from headrace import Client  # noqa: E402
-from headrace.v1 import prefill_pb2, prefill_pb2_grpc  # noqa: E402
-from shared.config import CHANNEL_OPTIONS  # noqa: E402
-from shared.kv.layout import layout_of  # noqa: E402
+from headrace.types import Timings  # noqa: E402
 from shared.model.model import Model  # noqa: E402
 from shared.model.spec import ModelSpec  # noqa: E402
 from shared.pack.format import matrix_shapes  # noqa: E402
 from shared.pack.reader import Pack  # noqa: E402
 from shared.streaming.plan import Residency  # noqa: E402
-from shared.wire import layout_to_wire  # noqa: E402
 
-PARTS = ("compute", "handoff", "batching", "prefixes", "replicas")
 COMPUTE_TOKENS = (128, 512, 2048)
 HANDOFF_TOKENS = (128, 1024)
-AT_ONCE = (1, 4, 8, 32)
-SHORT_TOKENS = 64
-SHARED_TOKENS, OWN_TOKENS = 512, 32
 SLOTS = 4
+QUICK = {"rounds": 1, "prompts": 8, "most_tokens": 128}
 
 
 @dataclass(frozen=True)
@@ -86,20 +88,30 @@ class Handoff:
     split_ms: float
     overhead: float
     """Median over the rounds of split ÷ colocated - 1."""
+    transfer_ms: float
+    """The handoff alone, with nothing to compute."""
+    after_ms: float
+    """Of the call to prefill besides its pass: what of the handoff is not hidden, and the call itself."""
+    sender_s_per_gb: float
+    """Processor seconds of the handoff alone ÷ 10⁹ bytes of keys and values."""
+    receiver_s_per_gb: float
+    bare_sender_s_per_gb: float
+    """The same for messages that nobody looks into."""
+    bare_receiver_s_per_gb: float
+
+    @property
+    def hidden(self) -> float:
+        return 1 - self.after_ms / self.transfer_ms
 
 
 @dataclass(frozen=True)
-class Served:
-    """What prefill processes did for prompts that were sent several at once."""
+class Part:
+    """One question."""
 
-    case: str
-    at_once: int
-    prompts: int
-    tokens_per_s: float
-    """Prompt tokens, cached ones included."""
-    cached_tokens: int
-    mean_batch: float
-    """Prompts in a pass."""
+    title: str
+    measure: Callable[[Pack, argparse.Namespace], Iterator[Any]]
+    columns: Sequence[str]
+    cells: Callable[[Any], list[str]]
 
 
 def main() -> None:
@@ -114,36 +126,40 @@ def main() -> None:
 def _measure(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     machine, pack = this_machine(), Pack.open(Path(arguments.pack))
-    found: dict[str, list[dict[str, Any]]] = {}
-    if "compute" in arguments.parts:
-        computed = list(compute_cases(pack, arguments.rounds, arguments.most_tokens))
-        show_table("prefill in one process", COMPUTED_COLUMNS, map(computed_cells, computed), machine)
-        found["compute"] = [asdict(case) for case in computed]
-    if "handoff" in arguments.parts:
-        handoffs = handoff_cases(pack, arguments)
-        show_table("time to first token", HANDOFF_COLUMNS, map(handoff_cells, handoffs), machine)
-        found["handoff"] = [asdict(case) for case in handoffs]
-    served = list(served_cases(pack, arguments))
-    if served:
-        show_table("prefill processes", SERVED_COLUMNS, map(served_cells, served), machine)
-        found["served"] = [asdict(case) for case in served]
-    if arguments.json:
-        write_json(arguments.json, machine, pack=Path(arguments.pack).name, memory=arguments.memory, **found)
+    found = _earlier(arguments, machine)
+    for name in arguments.parts:
+        part = PARTS[name]
+        cases = list(part.measure(pack, arguments))
+        show_table(part.title, part.columns, map(part.cells, cases), machine)
+        found[name] = [asdict(case) for case in cases]
+        if arguments.json:
+            about = {"pack": Path(arguments.pack).name, "memory": arguments.memory}
+            write_json(arguments.json, machine, **about, **{name: found[name] for name in PARTS if name in found})
 
 
-def compute_cases(pack: Pack, rounds: int, most_tokens: int) -> Iterator[Computed]:
+def _earlier(arguments: argparse.Namespace, machine: Machine) -> dict[str, Any]:
+    """What the file to be written holds already of this pack, measured on this machine today."""
+    if not (arguments.json and arguments.json.exists()):
+        return {}
+    content = read_json(arguments.json)
+    same = content["machine"] == asdict(machine) and content["pack"] == Path(arguments.pack).name
+    return content if same else {}
+
+
+def compute_cases(pack: Pack, arguments: argparse.Namespace) -> Iterator[Computed]:
     """Prompts of several lengths, resident and streamed in turns."""
+    longest = min(arguments.most_tokens, pack.spec.context_length)
     with torch.inference_mode(), ExitStack() as opened:
         resident = opened.enter_context(closing(Model(pack, Residency(frozenset(range(pack.spec.layers)), 0))))
         streamed = opened.enter_context(closing(Model(pack, residency_of(pack.spec.layers, 0, SLOTS))))
-        for tokens in (tokens for tokens in COMPUTE_TOKENS if tokens <= min(most_tokens, pack.spec.context_length)):
+        for tokens in (tokens for tokens in COMPUTE_TOKENS if tokens <= longest):
             seconds = [
                 (
                     bare_seconds(pack, resident, tokens),
-                    timed(lambda tokens=tokens: compute(resident, tokens)),
-                    timed(lambda tokens=tokens: compute(streamed, tokens)),
+                    timed(partial(compute, resident, tokens)),
+                    timed(partial(compute, streamed, tokens)),
                 )
-                for _ in range(rounds)
+                for _ in range(arguments.rounds)
             ]
             bare, resident_s, streamed_s = (statistics.median(column) for column in zip(*seconds, strict=True))
             yield Computed(tokens, tokens / bare, tokens / resident_s, tokens / streamed_s)
@@ -166,9 +182,11 @@ def _layer_operations(spec: ModelSpec) -> int:
     return sum(rows * columns for rows, columns in matrix_shapes(spec).values())
 
 
-def handoff_cases(pack: Pack, arguments: argparse.Namespace) -> list[Handoff]:
-    """Two processes against one, asked in turns, always a prompt that nobody has seen."""
-    context = ["--context-length", str(max(HANDOFF_TOKENS) + 64)]
+def handoff_cases(pack: Pack, arguments: argparse.Namespace) -> Iterator[Handoff]:
+    """Two processes against one, asked in turns, always a prompt that nobody has seen; before, the handoff alone."""
+    lengths = [tokens for tokens in HANDOFF_TOKENS if tokens <= arguments.most_tokens]
+    alone = transfers(arguments.pack, lengths, arguments.rounds)
+    context = ["--context-length", str(max(lengths) + 64)]
     prompt = random_prompts(pack, seed=1)
     with ExitStack() as opened:
         prefill = opened.enter_context(service("prefill_service", arguments.pack, arguments.memory, context))
@@ -181,101 +199,56 @@ def handoff_cases(pack: Pack, arguments: argparse.Namespace) -> list[Handoff]:
             )
         )
 
-        def first_token_ms(client: Client, tokens: int) -> float:
-            answer = client.complete(token_ids=prompt(tokens), max_tokens=1, ignore_eos=True)
-            return answer.timings.first_token_ms
+        def asked(client: Client, tokens: int) -> Timings:
+            return client.complete(token_ids=prompt(tokens), max_tokens=1, ignore_eos=True).timings
 
-        cases = []
-        for tokens in HANDOFF_TOKENS:
+        for transfer in alone:
+            tokens = transfer.tokens
             for client in (split, colocated):
-                first_token_ms(client, tokens)
-            pairs = [
-                (first_token_ms(split, tokens), first_token_ms(colocated, tokens)) for _ in range(arguments.rounds)
-            ]
-            split_ms, colocated_ms = (statistics.median(column) for column in zip(*pairs, strict=True))
-            cases.append(Handoff(tokens, colocated_ms, split_ms, statistics.median(s / c - 1 for s, c in pairs)))
-        return cases
+                asked(client, tokens)
+            pairs = [(asked(split, tokens), asked(colocated, tokens)) for _ in range(arguments.rounds)]
+            first_tokens = [(two.first_token_ms, one.first_token_ms) for two, one in pairs]
+            split_ms, colocated_ms = (statistics.median(column) for column in zip(*first_tokens, strict=True))
+            yield Handoff(
+                tokens=tokens,
+                colocated_ms=colocated_ms,
+                split_ms=split_ms,
+                overhead=statistics.median(two / one - 1 for two, one in first_tokens),
+                transfer_ms=transfer.wall_ms,
+                after_ms=statistics.median(two.prefill_ms - two.prefill_compute_ms for two, _ in pairs),
+                sender_s_per_gb=transfer.sender_s_per_gb,
+                receiver_s_per_gb=transfer.receiver_s_per_gb,
+                bare_sender_s_per_gb=transfer.bare_sender_s_per_gb,
+                bare_receiver_s_per_gb=transfer.bare_receiver_s_per_gb,
+            )
 
 
-def served_cases(pack: Pack, arguments: argparse.Namespace) -> Iterator[Served]:
-    """Batching, prefixes, replicas."""
-    prompt = random_prompts(pack, seed=2)
-    short = [prompt(SHORT_TOKENS) for _ in range(arguments.prompts)]
-    beginning = prompt(SHARED_TOKENS)
-    alike = [beginning + prompt(OWN_TOKENS) for _ in range(arguments.prompts)]
-    without, within = ["--prefix-cache", "0"], ["--prefix-cache", "64MiB"]
-    if "batching" in arguments.parts:
-        for at_once in AT_ONCE:
-            yield served(pack, arguments, "short prompts", short, at_once, without)
-    if "prefixes" in arguments.parts:
-        yield served(pack, arguments, "same beginning, no cache", alike, 8, without)
-        yield served(pack, arguments, "same beginning, cached", alike, 8, within)
-    if "replicas" in arguments.parts:
-        long = [prompt(SHARED_TOKENS) for _ in range(arguments.prompts)]
-        for count in (1, 2):
-            each = [*without, "--threads", str(max(1, arguments.threads // count))]
-            yield served(pack, arguments, f"{count} of {arguments.threads // count} threads", long, 8, each, count)
-
-
-def served(
-    pack: Pack,
-    arguments: argparse.Namespace,
-    case: str,
-    prompts: Sequence[list[int]],
-    at_once: int,
-    options: Sequence[str],
-    replicas: int = 1,
-) -> Served:
-    """Sends prompts to fresh processes, `at_once` at a time, the replicas in turn."""
-    context = ["--context-length", str(max(map(len, prompts)))]
-    with ExitStack() as opened:
-        processes = [
-            opened.enter_context(service("prefill_service", arguments.pack, arguments.memory, [*context, *options]))
-            for _ in range(replicas)
-        ]
-        channels = [
-            opened.enter_context(grpc.insecure_channel(process.address, options=CHANNEL_OPTIONS))
-            for process in processes
-        ]
-        stubs = [prefill_pb2_grpc.PrefillServiceStub(channel) for channel in channels]
-        ask = _asking(pack)
-        for stub in stubs:
-            ask(stub, [1, 2, 3])
-        pool = opened.enter_context(ThreadPoolExecutor(at_once))
-        started_s = time.perf_counter()
-        results = list(pool.map(ask, cycle(stubs), prompts))
-        elapsed_s = time.perf_counter() - started_s
-    return Served(
-        case=case,
-        at_once=at_once,
-        prompts=len(prompts),
-        tokens_per_s=sum(map(len, prompts)) / elapsed_s,
-        cached_tokens=sum(result.cached_tokens for result in results),
-        mean_batch=statistics.mean(result.batch_prompts for result in results),
+def _serving(cases: Callable[[Load], Iterator[Served]]) -> Callable[[Pack, argparse.Namespace], Iterator[Served]]:
+    return lambda pack, arguments: cases(
+        Load(
+            pack=pack,
+            path=arguments.pack,
+            memory=arguments.memory,
+            threads=arguments.threads,
+            prompts=arguments.prompts,
+            rounds=arguments.rounds,
+        )
     )
 
 
-def _asking(pack: Pack) -> Callable[[Any, list[int]], prefill_pb2.PrefillResult]:
-    layout, digest = layout_to_wire(layout_of(pack)), pack.manifest.model_digest
-
-    def ask(stub: Any, token_ids: list[int]) -> prefill_pb2.PrefillResult:
-        request = prefill_pb2.PrefillRequest(token_ids=token_ids, model_digest=digest, kv_layout=layout)
-        *_, last = stub.Prefill(request)
-        result: prefill_pb2.PrefillResult = last.result
-        return result
-
-    return ask
-
-
-def random_prompts(pack: Pack, seed: int) -> Callable[[int], list[int]]:
-    """A source of prompts of so many random tokens, none like another."""
-    source = random.Random(seed)
-    return lambda tokens: [source.randrange(pack.spec.vocab_size) for _ in range(tokens)]
-
-
 COMPUTED_COLUMNS = ("tokens", "bare tokens/s", "resident", "of bare", "streamed", "of resident")
-HANDOFF_COLUMNS = ("tokens", "one process, ms", "two, ms", "overhead")
-SERVED_COLUMNS = ("case", "at once", "prompts", "tokens/s", "cached tokens", "prompts a pass")
+HANDOFF_COLUMNS = (
+    "tokens",
+    "one process, ms",
+    "two, ms",
+    "overhead",
+    "handoff alone, ms",
+    "after, ms",
+    "hidden",
+    "sender s/GB (bare)",
+    "receiver s/GB (bare)",
+)
+SERVED_COLUMNS = ("case", "at once", "prompts", "tokens/s", "of limit", "cached tokens", "prompts a pass")
 
 
 def computed_cells(case: Computed) -> list[str]:
@@ -286,13 +259,35 @@ def computed_cells(case: Computed) -> list[str]:
 
 def handoff_cells(case: Handoff) -> list[str]:
     """One line of the table."""
-    return [str(case.tokens), f"{case.colocated_ms:.0f}", f"{case.split_ms:.0f}", f"{case.overhead:+.1%}"]
+    times = (
+        f"{case.colocated_ms:.0f}",
+        f"{case.split_ms:.0f}",
+        f"{case.overhead:+.1%}",
+        f"{case.transfer_ms:.0f}",
+        f"{case.after_ms:.1f}",
+    )
+    sender = f"{case.sender_s_per_gb:.2f} ({case.bare_sender_s_per_gb:.2f})"
+    receiver = f"{case.receiver_s_per_gb:.2f} ({case.bare_receiver_s_per_gb:.2f})"
+    return [str(case.tokens), *times, f"{case.hidden:.2f}", sender, receiver]
 
 
 def served_cells(case: Served) -> list[str]:
     """One line of the table."""
-    counts = str(case.at_once), str(case.prompts)
-    return [case.case, *counts, f"{case.tokens_per_s:.0f}", str(case.cached_tokens), f"{case.mean_batch:.1f}"]
+    counts, of_limit = (str(case.at_once), str(case.prompts)), case.tokens_per_s / case.limit_tokens_per_s
+    rates = f"{case.tokens_per_s:.0f}", f"{of_limit:.2f}"
+    return [case.case, *counts, *rates, f"{case.cached_tokens:.0f}", f"{case.mean_batch:.1f}"]
+
+
+PARTS = {
+    "compute": Part("prefill in one process", compute_cases, COMPUTED_COLUMNS, computed_cells),
+    "handoff": Part("time to first token", handoff_cases, HANDOFF_COLUMNS, handoff_cells),
+    "batching": Part("short prompts", _serving(prefill_served.batching), SERVED_COLUMNS, served_cells),
+    "prefixes": Part("prompts that begin alike", _serving(prefill_served.prefixes), SERVED_COLUMNS, served_cells),
+    "replicas": Part("prefill processes", _serving(prefill_served.replicas), SERVED_COLUMNS, served_cells),
+}
+
+
+SERVED = ("batching", "prefixes", "replicas")
 
 
 def draw(source: Path, picture: Path) -> None:
@@ -304,7 +299,7 @@ def draw(source: Path, picture: Path) -> None:
             left.plot([c["tokens"] for c in cases], [c[f"{name}_tokens_per_s"] for c in cases], "o-", label=name)
         left.set(xlabel="tokens of the prompt", ylabel="tokens/s", title="one process", xscale="log", ylim=(0, None))
         left.legend()
-        cases = content.get("served", [])
+        cases = [case for name in SERVED for case in content.get(name, [])]
         right.barh([f"{c['case']} ({c['at_once']})" for c in cases], [c["tokens_per_s"] for c in cases])
         right.set(xlabel="prompt tokens/s", title="prefill processes (prompts at once)")
         right.invert_yaxis()
@@ -317,13 +312,16 @@ def _arguments() -> argparse.Namespace:
     add("--memory", default="2GiB", help="budget of each process")
     add("--parts", type=lambda text: text.split(","), default=list(PARTS), help=f"of {','.join(PARTS)}")
     add("--rounds", type=int, default=5)
-    add("--prompts", type=int, default=32, help="for batching, prefixes and replicas")
-    add("--most-tokens", type=int, default=max(COMPUTE_TOKENS), help="longest prompt of `compute`")
+    add("--prompts", type=int, default=32, help="in a round of batching, prefixes and replicas")
+    add("--most-tokens", type=int, default=max(COMPUTE_TOKENS), help="longest prompt of compute and handoff")
+    add("--quick", action="store_true", help=f"{QUICK}")
     add("--threads", type=int, default=torch.get_num_threads())
     add("--json", type=Path, metavar="FILE")
     add("--plot", type=Path, metavar="FILE", help="needs --json or --draw")
     add("--draw", type=Path, metavar="FILE", help="JSON of an earlier run, to be plotted")
     arguments = parser.parse_args()
+    if arguments.quick:
+        vars(arguments).update(QUICK)
     if arguments.plot and not (arguments.json or arguments.draw):
         parser.error("a plot is drawn from JSON: give --json or --draw")
     if not (arguments.pack or arguments.draw):
