@@ -3,9 +3,9 @@
     python -m bench.products [--shape 2048 2048] [--rows 1 8 64 256] [--json FILE] [--plot FILE]
 
 Weights rotate over more than most caches hold. All paths of a number of rows are measured in turns; the least time is
-shown, and what a path takes relative to the bf16 that is used. `*` marks what services use for weights as they are
-stored (`shared.quant.candidates`); packed weights are those that stay in memory where packing pays. On a machine that
-is busy with other work, `--clock processor` counts the processor time of all threads instead.
+shown, and what a path takes relative to the bf16 that decode uses. What prefill, decode and drafts use for weights as
+they are stored is marked (`shared.quant.candidates`); packed weights are those that stay in memory where packing pays.
+On a machine that is busy with other work, `--clock processor` counts the processor time of all threads instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor  # noqa: E402
 
 from bench.machine import this_machine  # noqa: E402
 from bench.report import plot, read_json, show_table, write_json  # noqa: E402
-from shared.quant.candidates import CANDIDATES, ranked  # noqa: E402
+from shared.quant.candidates import CANDIDATES, DECODE_ROWS, DRAFT_ROWS, PROMPT_ROWS, ranked  # noqa: E402
 from shared.quant.packed import PACKERS, packing_pays  # noqa: E402
 from shared.quant.schemes import SCHEMES  # noqa: E402
 
@@ -34,6 +34,7 @@ ROTATED_BYTES = 64 << 20
 """Of the stored weights of each scheme."""
 MEASURED = ("fp32", "bf16", "int8", "nf4")
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
+USERS = {"prefill": PROMPT_ROWS, "decode": DECODE_ROWS, "drafts": DRAFT_ROWS}
 PATH_S = 0.5
 """A path is measured this long for a number of rows, or a few times where it is slow."""
 FEWEST_TURNS, MOST_TURNS = 3, 40
@@ -46,8 +47,8 @@ class Result:
     path: str
     rows: int
     ms: float
-    used: bool
-    """By services, for weights as they are stored, or for those that stay where it is a packed one."""
+    used_by: list[str]
+    """Of `USERS`, for weights as they are stored, or for those that stay where it is a packed one."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class _Path:
     dtype: torch.dtype
     product: Callable[[Tensor, Mapping[str, Tensor]], Tensor]
     weights: Sequence[Mapping[str, Tensor]]
-    used: bool
+    used_by: list[str]
 
 
 def main() -> None:
@@ -77,8 +78,8 @@ def _measure(arguments: argparse.Namespace) -> None:
     for rows in arguments.rows:
         x = torch.randn(rows, inputs)
         least_ms = _least_ms(paths, x, CLOCKS[arguments.clock])
-        results += [Result(path.name, rows, ms, path.used) for path, ms in zip(paths, least_ms, strict=True)]
-    title = f"rows × {inputs} times {outputs} × {inputs}, ms by {arguments.clock} clock (÷ bf16 that is used)"
+        results += [Result(path.name, rows, ms, path.used_by) for path, ms in zip(paths, least_ms, strict=True)]
+    title = f"rows × {inputs} times {outputs} × {inputs}, ms by {arguments.clock} clock (÷ bf16 of decode)"
     show_table(title, ("path", *map(str, arguments.rows)), table_rows(results), machine)
     if arguments.json:
         rows = [asdict(result) for result in results]
@@ -93,13 +94,13 @@ def _paths(outputs: int, inputs: int) -> Iterator[_Path]:
         weights = [{key: tensor.clone() for key, tensor in stored.items()} for _ in range(-(-ROTATED_BYTES // size))]
         for candidate in CANDIDATES.get(name, ()):
             if candidate.runs() and candidate.takes(stored):
-                used = candidate is ranked(name)[0]
-                yield _Path(f"{name}, {candidate.name}", scheme.compute_dtype, candidate.product, weights, used)
+                used_by = [user for user, rows in USERS.items() if candidate is ranked(name, rows)[0]]
+                yield _Path(f"{name}, {candidate.name}", scheme.compute_dtype, candidate.product, weights, used_by)
         if name not in CANDIDATES:
-            yield _Path(name, scheme.compute_dtype, scheme.product, weights, used=True)
+            yield _Path(name, scheme.compute_dtype, scheme.product, weights, list(USERS))
         if name in PACKERS and packing_pays(scheme, outputs, inputs):
             packed = [PACKERS[name](weight) for weight in weights]
-            yield _Path(f"{name}, packed", scheme.compute_dtype, scheme.product, packed, used=True)
+            yield _Path(f"{name}, packed", scheme.compute_dtype, scheme.product, packed, list(USERS))
 
 
 def _least_ms(paths: Sequence[_Path], x: Tensor, clock: Callable[[], float]) -> list[float]:
@@ -126,18 +127,19 @@ def table_rows(results: Sequence[Result]) -> list[list[str]]:
     """One line for each path, one column for each number of rows."""
     plain, lines = _plain(results), dict[str, list[str]]()
     for result in results:
-        cells = lines.setdefault(f"{result.path} *" if result.used else result.path, [])
+        users = f" ({', '.join(result.used_by)})" if result.used_by else ""
+        cells = lines.setdefault(result.path + users, [])
         cells.append(f"{result.ms:.2f} ({result.ms / plain[result.rows]:.2f})")
     return [[path, *cells] for path, cells in lines.items()]
 
 
 def _plain(results: Sequence[Result]) -> dict[int, float]:
-    """Rows -> ms of stored bf16 as services multiply by it."""
-    return {r.rows: r.ms for r in reversed(results) if r.path.startswith("bf16") and r.used}
+    """Rows -> ms of stored bf16 as decode multiplies by it."""
+    return {r.rows: r.ms for r in reversed(results) if r.path.startswith("bf16") and "decode" in r.used_by}
 
 
 def draw(source: Path, picture: Path) -> None:
-    """Draws what a run wrote: the time of every path over that of bf16 as it is used, by rows."""
+    """Draws what a run wrote: the time of every path over that of bf16 in decode, by rows."""
     content = read_json(source)
     results = [Result(**result) for result in content["results"]]
     plain = _plain(results)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from decode_service.speculation.draft import Drafts
@@ -14,8 +12,8 @@ from shared.draft_pack import DraftPack
 from shared.kv.paged import PagedKeyValues
 from shared.model.mlp import Linear
 from shared.model.model import Model, output_matrix
+from shared.quant.candidates import DRAFT_ROWS
 from shared.quant.packed import settle_matrix
-from shared.quant.products import int8_for_few_rows
 from shared.quant.schemes import scheme_named
 from shared.streaming.plan import Residency
 from shared.tensors import on_device
@@ -48,7 +46,7 @@ def build_drafts(
 
 def int8_linear(matrix: Tensor) -> Linear:
     """A matrix [out, in] in int8, encoded in parts: in float32 all of it would take four times the memory."""
-    scheme = replace(scheme_named("int8"), product=int8_for_few_rows)
+    scheme = scheme_named("int8").for_rows(DRAFT_ROWS)
     parts = [scheme.encode(rows.float()) for rows in matrix.split(ENCODED_ROWS)]
     output = Linear(scheme, settle_matrix(scheme.fuse(parts), scheme), bias=None)
     output(matrix[:1])  # what is used may have to be measured, which no request should wait for

@@ -43,6 +43,7 @@ from shared.metrics import Gauges, Identity, Telemetry
 from shared.model.model import Model
 from shared.options import positive, run_service, server_options, service_parser
 from shared.pack.reader import Pack
+from shared.quant.candidates import DECODE_ROWS
 from shared.server import Service, run_server
 from shared.streaming.device_plan import TieredPlan
 from shared.streaming.plan import MemoryPlan
@@ -84,7 +85,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     """Plans memory, loads the model and the draft, and serves until told to stop."""
     torch.set_num_threads(arguments.threads)
     open_channel = _channel_opener(arguments)
-    pack = Pack.open(arguments.pack)
+    pack = Pack.open(arguments.pack).for_rows(DECODE_ROWS)
     draft_pack = DraftPack.open(arguments.draft, arguments.draft_pack, pack)
     settings = _settings(arguments, pack)
     reader = RequestReader(

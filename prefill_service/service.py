@@ -27,6 +27,7 @@ from shared.metrics import Gauges, Identity, Telemetry
 from shared.model.model import Model
 from shared.options import positive, run_service, server_options, service_parser
 from shared.pack.reader import Pack
+from shared.quant.candidates import PROMPT_ROWS
 from shared.server import Service, run_server
 from shared.spool import Spool
 from shared.spool_file import SpoolFolder
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 async def serve(arguments: argparse.Namespace) -> None:
     """Plans memory, loads the model, and serves until told to stop."""
     torch.set_num_threads(arguments.threads)
-    pack = Pack.open(arguments.pack)
+    pack = Pack.open(arguments.pack).for_rows(PROMPT_ROWS)
     context_length = min(arguments.context_length or pack.spec.context_length, pack.spec.context_length)
     settings = PrefillSettings(
         context_length=context_length,

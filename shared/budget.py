@@ -9,9 +9,8 @@ import torch
 
 from shared.device import CPU
 from shared.metrics import rss_bytes
-from shared.quant.candidates import CANDIDATES, ranked
 from shared.quant.packed import settle_matrix
-from shared.quant.schemes import Scheme
+from shared.quant.schemes import SCHEMES, Scheme
 from shared.streaming.device_plan import TieredPlan
 from shared.streaming.plan import MemoryPlan, mebibytes
 
@@ -54,9 +53,10 @@ def _log_table(log: logging.Logger, title: str, plan: MemoryPlan) -> None:
 
 def _products_of(schemes: Collection[Scheme]) -> Iterator[str]:
     """What multiplies by weights that are stored in these schemes, and by an output matrix beside them."""
-    outer = {"bf16"} if any(scheme.compute_dtype == torch.bfloat16 for scheme in schemes) else set()
-    for name in sorted({scheme.name for scheme in schemes} & CANDIDATES.keys() | outer):
-        yield f"{name} {ranked(name)[0].name}"
+    names = {f"{scheme.name} {scheme.product_name}" for scheme in schemes if scheme.product_name}
+    if any(scheme.compute_dtype == torch.bfloat16 for scheme in schemes):
+        names.add(f"bf16 {SCHEMES['bf16'].product_name}")
+    yield from sorted(names)
 
 
 def _multiply_once(scheme: Scheme, device: torch.device) -> None:

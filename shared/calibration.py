@@ -60,6 +60,7 @@ def calibrated(pack: Pack, threads: int, *, again: bool = False) -> Calibration:
     """
     key = {
         "scheme": pack.scheme.name,
+        "products": pack.scheme.product_name,
         "spec": pack.spec.to_json(),
         "device": pack.path.stat().st_dev,
         "threads": threads,

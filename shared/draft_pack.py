@@ -14,6 +14,7 @@ from shared.errors import ConfigurationError
 from shared.kv.paged import PagedKeyValues
 from shared.pack.format import OUTER_FILE
 from shared.pack.reader import Pack
+from shared.quant.candidates import DRAFT_ROWS
 from shared.quant.schemes import scheme_named
 
 DRAFTS = ("auto", "none", "ngram", "self", "model")
@@ -49,7 +50,7 @@ class DraftPack:
             if draft == "auto":
                 return None
             raise ConfigurationError(f"draft {draft} needs a pack; give --draft-pack")
-        pack = Pack.open(path)
+        pack = Pack.open(path).for_rows(DRAFT_ROWS)
         same_outer = pack.manifest.files[OUTER_FILE] == target.manifest.files[OUTER_FILE]
         same_shape = pack.spec == target.spec and pack.scheme.compute_dtype == target.scheme.compute_dtype
         # A model of the same shape may be another one; the outer weights, which no scheme changes, tell a copy.

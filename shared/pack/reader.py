@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO
@@ -30,6 +30,7 @@ from shared.pack.format import (
     outer_layout,
 )
 from shared.pack.manifest import manifest_from_json
+from shared.quant.candidates import Rows
 from shared.quant.schemes import Scheme, scheme_named
 from shared.tensors import aligned_buffer
 
@@ -68,6 +69,10 @@ class Pack:
         for file in manifest.files:
             pack._check_size(file)
         return pack
+
+    def for_rows(self, rows: Rows) -> Pack:
+        """The same pack, whose products are the fastest here for such numbers of rows."""
+        return replace(self, scheme=self.scheme.for_rows(rows))
 
     @property
     def spec(self) -> ModelSpec:

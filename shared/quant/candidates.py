@@ -2,19 +2,16 @@
 
 All candidates of a scheme compute the same and differ in rounding only. Which one is fast depends on the processor:
 without its instructions for bfloat16 or int8, kernels that need them are ten to fifty times slower than float32. So
-each candidate is held against the first one and against itself (a row must not depend on how many there are), and those
-that pass are timed. One is taken for *all* numbers of rows: were it another one for many rows, a row would depend on
-its neighbours.
+each candidate is held against the first one and against itself (a row must not depend on how many there are), and
+those that pass are timed. A process takes one for *all* numbers of rows: were it another one for many rows, a row would
+depend on its neighbours. But it says which numbers are likely: what is best for prompts may be worst for drafts.
 
-The rule: the least geometric mean over 1, 8, 64 and 256 rows, so that each number of rows counts for the same. But what
-takes longer than bf16 for 256 rows comes last: with fewer rows reading the weights hides arithmetic, and quantized ones
-are read sooner; with so many it does not, and they must not be slower. Measured once per machine and number of threads,
-in less than a second, and remembered.
+The rule: the least geometric mean over those numbers of rows, so that each counts for the same. Measured once per
+machine and number of threads, in less than a second, and remembered.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,18 +67,22 @@ CANDIDATES: Mapping[str, Sequence[Candidate]] = {
 }
 """Scheme -> its candidates. The first one runs everywhere; the others are held against it."""
 
-ROWS = (1, 8, 64, 256)
-"""One token, a batch, a batch with drafts, and a part of a prompt."""
-FEW_ROWS = (1, 8)
+Rows = tuple[int, ...]
+"""Numbers of rows that products are likely to have."""
+ROWS: Rows = (1, 8, 64, 256)
+"""One token, a batch, a batch with drafts, and a part of a prompt: for who does not know."""
+PROMPT_ROWS: Rows = (64, 256)
+"""What prefill multiplies: short prompts, and parts of long ones."""
+DECODE_ROWS: Rows = (1, 8, 64)
+"""What decode multiplies. Prompts that it computes itself are multiplied by the same."""
+DRAFT_ROWS: Rows = (1, 8)
 """What a draft multiplies: one token of each sequence. It is not bound to the bits of what the target multiplies by."""
-LOSS = 1.2
-"""Time ÷ that of bf16 beyond which a product is slower: less could be noise."""
 
-_ranked: dict[tuple[str, int, tuple[int, ...]], Sequence[Candidate]] = {}
+_ranked: dict[tuple[str, int, Rows], Sequence[Candidate]] = {}
 _choosing = threading.Lock()
 
 
-def product(scheme: str, x: Tensor, weight: Components, rows: tuple[int, ...] = ROWS) -> Tensor:
+def product(scheme: str, x: Tensor, weight: Components, rows: Rows) -> Tensor:
     """x bfloat16 [rows, in] times a weight that is stored in a scheme, on the CPU: [rows, out].
 
     Args:
@@ -90,7 +91,7 @@ def product(scheme: str, x: Tensor, weight: Components, rows: tuple[int, ...] = 
     return next(candidate for candidate in ranked(scheme, rows) if candidate.takes(weight)).product(x, weight)
 
 
-def ranked(scheme: str, rows: tuple[int, ...] = ROWS) -> Sequence[Candidate]:
+def ranked(scheme: str, rows: Rows) -> Sequence[Candidate]:
     """What multiplies by stored weights of a scheme here, best first; measured where that is not known yet.
 
     The first that takes a weight is used. The last one that is slow takes any.
@@ -104,49 +105,25 @@ def forget() -> None:
     _ranked.clear()
 
 
-def _rank(scheme: str, threads: int, rows: tuple[int, ...]) -> Sequence[Candidate]:
+def _rank(scheme: str, threads: int, rows: Rows) -> Sequence[Candidate]:
     """Two threads must not measure at once: they would disturb each other, and might choose otherwise."""
-    bf16 = ranked("bf16")[0] if scheme != "bf16" and rows == ROWS else None
     candidates = {candidate.name: candidate for candidate in CANDIDATES[scheme]}
-    key = machine_key() | {
-        "scheme": scheme,
-        "threads": threads,
-        "candidates": list(candidates),
-        "rows": rows,
-        "loss": LOSS,
-    }
+    key = machine_key() | {"scheme": scheme, "threads": threads, "candidates": list(candidates), "rows": rows}
     with _choosing:
         if (scheme, threads, rows) not in _ranked:
-            names = cached("products", key, lambda: _measure(scheme, rows, bf16))
+            names = cached("products", key, lambda: _measure(scheme, rows))
             _ranked[scheme, threads, rows] = [candidates[name] for name in names]
     return _ranked[scheme, threads, rows]
 
 
 @torch.inference_mode()
-def _measure(scheme: str, rows: Sequence[int], bf16: Candidate | None) -> list[str]:
-    """The names of the candidates that are right, best first.
-
-    Args:
-        bf16: what multiplies by bf16 weights; None where no product may be too slow beside it.
-    """
+def _measure(scheme: str, rows: Rows) -> list[str]:
+    """The names of the candidates that are right, best first."""
     first, *others = (candidate for candidate in CANDIDATES[scheme] if candidate.runs())
     right = [first] + [candidate for candidate in others if _is_right(candidate, first, scheme)]
     timed = [(candidate.product, _timed_weights(scheme)) for candidate in right]
-    if bf16:
-        timed.append((bf16.product, _timed_weights("bf16")))
-    found = times_s(timed, rows)
-    limit_s = found.pop()[-1] if bf16 else math.inf
-    return best_first({candidate.name: times for candidate, times in zip(right, found, strict=True)}, limit_s)
-
-
-def best_first(times: Mapping[str, Sequence[float]], bf16_s: float) -> list[str]:
-    """The names, ordered by the rule.
-
-    Args:
-        times: name -> seconds by the numbers of `ROWS`.
-        bf16_s: of bf16, for the largest of them; infinite where no product may be too slow.
-    """
-    return sorted(times, key=lambda name: (times[name][-1] > LOSS * bf16_s, geometric_mean(times[name])))
+    times = dict(zip((candidate.name for candidate in right), times_s(timed, rows), strict=True))
+    return sorted(times, key=lambda name: geometric_mean(times[name]))
 
 
 def _is_right(candidate: Candidate, first: Candidate, scheme: str) -> bool:

@@ -77,7 +77,12 @@ def packing_pays(scheme: Scheme, outputs: int, inputs: int) -> bool:
     Measured once per machine in a fraction of a second, and remembered.
     """
     outputs = min(outputs, max(1, TRIAL_BYTES // (inputs * scheme.components(1, inputs)["weight"][0].itemsize)))
-    key = machine_key() | {"scheme": scheme.name, "shape": [outputs, inputs], "threads": torch.get_num_threads()}
+    key = machine_key() | {
+        "scheme": scheme.name,
+        "product": scheme.product_name,
+        "shape": [outputs, inputs],
+        "threads": torch.get_num_threads(),
+    }
     return bool(
         cached("packing", key, lambda: _can(scheme) and _is_right(scheme) and _is_faster(scheme, outputs, inputs))
     )

@@ -16,13 +16,15 @@ nf4 lies as bitsandbytes' CPU kernel wants it: 32 rows interleaved, scales trans
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from shared.errors import ConfigurationError, UnsupportedModelError
 from shared.quant import kernels, products
+from shared.quant.candidates import CANDIDATES, ROWS, Rows, ranked
 from shared.quant.kernels import NF4_BLOCK
 from shared.quant.nf4_codes import nf4_codes
 
@@ -42,13 +44,21 @@ class Scheme:
     """A float32 matrix [out, in] -> its encoded values, one leading entry per row; the model digest is over these."""
     fuse: Callable[[Sequence[Mapping[str, Tensor]]], dict[str, Tensor]]
     """Encoded matrices that read the same input -> the components of one stored matrix, rows after rows."""
-    product: Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+    product: Callable[..., Tensor]
     """(x [rows, in] in `compute_dtype`, components) -> x @ weight.T, [rows, out] in `compute_dtype`."""
+    dense: bool = False
+    """Weights are not quantized."""
+    rows: Rows = ROWS
+    """Numbers of rows that products are likely to have: what they are chosen by (`shared.quant.candidates`)."""
+
+    def for_rows(self, rows: Rows) -> Scheme:
+        """The same scheme with the products that are the fastest here for other numbers of rows."""
+        return replace(self, product=partial(SCHEMES[self.name].product, rows=rows), rows=rows)
 
     @property
-    def dense(self) -> bool:
-        """Weights are not quantized."""
-        return self.product is products.dense
+    def product_name(self) -> str:
+        """Of the candidate that multiplies on this CPU; measured where that is not known yet. Empty where it is one."""
+        return ranked(self.name, self.rows)[0].name if self.name in CANDIDATES else ""
 
 
 def _dense_components(dtype: torch.dtype) -> Callable[[int, int], dict[str, TensorShape]]:
@@ -118,6 +128,7 @@ SCHEMES: Mapping[str, Scheme] = {
             _dense_encode(torch.float32),
             _stack_rows,
             products.dense,
+            dense=True,
         ),
         Scheme(
             "bf16",
@@ -126,6 +137,7 @@ SCHEMES: Mapping[str, Scheme] = {
             _dense_encode(torch.bfloat16),
             _stack_rows,
             products.dense,
+            dense=True,
         ),
         Scheme("int8", torch.bfloat16, _int8_components, _int8_encode, _stack_rows, products.int8),
         Scheme("nf4", torch.bfloat16, _nf4_components, _nf4_encode, _nf4_fuse, products.nf4),

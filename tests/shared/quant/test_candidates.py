@@ -13,8 +13,7 @@ from torch import Tensor
 
 from shared.machine import cached
 from shared.quant import candidates
-from shared.quant.candidates import CANDIDATES, FEW_ROWS, best_first, ranked, trial_weights
-from shared.quant.products import int8_for_few_rows
+from shared.quant.candidates import CANDIDATES, DRAFT_ROWS, PROMPT_ROWS, ROWS, ranked, trial_weights
 from shared.quant.schemes import SCHEMES
 from shared.quant.trial import SHAPES, Components, is_right
 from shared.quant.widened import widened_dense
@@ -41,7 +40,7 @@ def test_the_choice_is_measured_once_and_followed(scheme: str, cache: Path) -> N
     product = SCHEMES[scheme].product
     product(x, weight)
     before = {file: file.stat().st_mtime_ns for file in cache.iterdir()}
-    for candidate in ranked(scheme):
+    for candidate in ranked(scheme, ROWS):
         file = known_file(cache, scheme)
         file.write_text(json.dumps([candidate.name]))
         candidates.forget()
@@ -50,7 +49,7 @@ def test_the_choice_is_measured_once_and_followed(scheme: str, cache: Path) -> N
 
 
 def test_a_weight_that_the_best_product_does_not_take_goes_to_the_next(cache: Path) -> None:
-    ranked("int8")
+    ranked("int8", ROWS)
     known_file(cache, "int8").write_text(json.dumps(["mixed", "widened"]))
     candidates.forget()
     (weight, _), x = trial_weights("int8", 7, 33), torch.randn(5, 33).to(torch.bfloat16)
@@ -58,21 +57,24 @@ def test_a_weight_that_the_best_product_does_not_take_goes_to_the_next(cache: Pa
     assert torch.equal(SCHEMES["int8"].product(x, weight), widened.product(x, weight))
 
 
-def test_drafts_have_a_choice_of_their_own_and_follow_it(cache: Path) -> None:
-    (weight, _), x = trial_weights("int8", 96, 640), torch.randn(5, 640).to(torch.bfloat16)
-    ranked("int8", FEW_ROWS)
-    file = known_file(cache, "int8")
-    ranked("int8")
-    for candidate in CANDIDATES["int8"]:
-        file.write_text(json.dumps([candidate.name]))
-        candidates.forget()
-        assert torch.equal(int8_for_few_rows(x, weight), candidate.product(x, weight))
-        assert torch.equal(SCHEMES["int8"].product(x, weight), ranked("int8")[0].product(x, weight))
+@pytest.mark.parametrize("scheme", CANDIDATES)
+def test_each_service_has_a_choice_of_its_own_and_follows_it(scheme: str, cache: Path) -> None:
+    (weight, _), x = trial_weights(scheme, 96, 640), torch.randn(5, 640).to(torch.bfloat16)
+    drafts, prompts = SCHEMES[scheme].for_rows(DRAFT_ROWS), SCHEMES[scheme].for_rows(PROMPT_ROWS)
+    ranked(scheme, DRAFT_ROWS)
+    file = known_file(cache, scheme)
+    for candidate in CANDIDATES[scheme]:
+        if candidate.runs():
+            file.write_text(json.dumps([candidate.name]))
+            candidates.forget()
+            assert torch.equal(drafts.product(x, weight), candidate.product(x, weight))
+            assert torch.equal(prompts.product(x, weight), ranked(scheme, PROMPT_ROWS)[0].product(x, weight))
+            assert drafts.product_name == candidate.name
 
 
 def test_threads_that_need_a_choice_at_once_get_the_same(cache: Path) -> None:
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda _: ranked("bf16"), range(4)))
+        found = list(threads.map(lambda _: ranked("bf16", ROWS), range(4)))
     assert all(choice is found[0] for choice in found)
 
 
@@ -102,8 +104,13 @@ def test_what_is_wrong_or_depends_on_the_number_of_rows_is_refused(shape: tuple[
         assert not all(is_right(wrong, widened_dense, weight) for weight in weights)
 
 
-def test_the_rule_is_the_mean_over_rows_of_what_does_not_lose_to_bf16() -> None:
-    times = {"slow": [4.0, 4.0, 4.0, 4.0], "for few": [1.0, 1.0, 2.0, 9.0], "for all": [2.0, 2.0, 3.0, 4.0]}
-    assert best_first(times, bf16_s=4.0) == ["for all", "slow", "for few"]
-    assert best_first(times, bf16_s=1.0) == ["for few", "for all", "slow"], "all lose"
-    assert best_first(times, bf16_s=float("inf")) == ["for few", "for all", "slow"]
+def test_the_rule_is_the_mean_over_the_numbers_of_rows(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"bfloat16": [1.0, 1.0, 2.0, 9.0], "widened": [2.0, 2.0, 3.0, 4.0]}
+
+    def times_of(timed: list[object], rows: tuple[int, ...]) -> list[list[float]]:
+        columns = [ROWS.index(count) for count in rows]
+        return [[times[candidate.name][column] for column in columns] for candidate in CANDIDATES["bf16"]]
+
+    monkeypatch.setattr(candidates, "times_s", times_of)
+    assert [candidate.name for candidate in ranked("bf16", DRAFT_ROWS)] == ["bfloat16", "widened"]
+    assert [candidate.name for candidate in ranked("bf16", PROMPT_ROWS)] == ["widened", "bfloat16"]
