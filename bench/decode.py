@@ -4,96 +4,53 @@
     python -m bench.decode --draw FILE --plot FILE      only draws what was measured before
 
 Every case is a colocated decode service of its own, asked through gRPC: prompts are computed in the same passes. All
-cases answer the same prompts greedily, one from each category in turn; texts are compared with those of the first case.
+cases answer the same prompts greedily, one from each category in turn; answers are compared with those of the first.
 The cases of a batch size come in rounds, so that a machine whose speed changes changes all of them; what is shown is
-the median over the rounds, and the ratio to no draft that of the rounds' own ratios.
+the median over the rounds, and the ratio to no draft that of the rounds' own ratios. `--prompt-tokens` makes all
+prompts equally long. With `--checkpoint`, transformers answers the prompts of batch 1 in each round, too, one by one.
 
-The limit beside each result is what disk and memory allow: tokens of a pass ÷ the longer of the times to read the
-streamed layers from disk and all layers from memory, once, at the bandwidths measured just before and just after.
+What the limit beside each result is says `bench.decode_limits`. JSON is written after every case.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
-from collections import defaultdict
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from shared.threads import wait_passively
 
-from bench.machine import memory_bytes_per_s, this_machine
-from bench.prompts import BenchPrompt, bench_prompts
-from bench.report import plot, read_json, show_table, write_json
-from bench.services import service
-from headrace import Client
-from headrace.types import Completion, ServerStatus
-from shared.pack.reader import Pack
-from shared.streaming.plan import Residency
-from shared.streaming.stream import LayerStream
+wait_passively()
 
-DISK_S = 1.0
-"""How long the disk is measured before and after each case."""
+import argparse  # noqa: E402  torch is loaded below, after the line above
+import json  # noqa: E402
+import subprocess  # noqa: E402
+import sys  # noqa: E402
+import time  # noqa: E402
+from collections import defaultdict  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+from concurrent.futures import ThreadPoolExecutor  # noqa: E402
+from dataclasses import asdict  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
 
+from bench.decode_limits import (  # noqa: E402
+    Bandwidths,
+    Done,
+    Products,
+    limit,
+    measure_bandwidths,
+    measure_products,
+)
+from bench.decode_report import COLUMNS, category_rows, draw, rows  # noqa: E402
+from bench.decode_result import PEER, Case, Result  # noqa: E402
+from bench.machine import this_machine  # noqa: E402
+from bench.prompts import BenchPrompt, bench_prompts, exact_prompts  # noqa: E402
+from bench.report import show_table, write_json  # noqa: E402
+from bench.services import service  # noqa: E402
+from headrace import Client  # noqa: E402
+from headrace.types import Completion, ServerStatus  # noqa: E402
+from shared.limits import LOCAL_PASS_TOKENS  # noqa: E402
+from shared.pack.reader import Pack  # noqa: E402
 
-@dataclass(frozen=True)
-class Case:
-    """One configuration of the service and the load on it."""
-
-    memory: str
-    batch: int
-    draft: str
-
-
-@dataclass(frozen=True)
-class Bandwidths:
-    """Of the machine, bytes/s."""
-
-    disk: float
-    """Of the pack's own layers, past the page cache, with the service's readers."""
-    memory: float
-
-
-@dataclass(frozen=True)
-class Result:
-    """What one case measured in one round."""
-
-    memory: str
-    batch: int
-    draft: str
-    requests: int
-    tokens: int
-    wall_s: float
-    """First request sent to last answer received: prompts included."""
-    decode_tokens_per_s: float
-    """Without prompts: tokens after each request's first ÷ the time from the first to the last of them."""
-    tokens_per_pass: float
-    """Of one sequence."""
-    passes: int
-    streamed_bytes_per_pass: float
-    disk_bytes_per_s: float
-    limit_tokens_per_s: float
-    peak_rss_bytes: int
-    resident_layers: int
-    equal_texts: int
-    """Answers equal to those of the first case."""
-    draft_tokens: dict[str, int]
-    """By category of prompt."""
-    accepted_tokens: dict[str, int]
-
-    @property
-    def case(self) -> Case:
-        return Case(self.memory, self.batch, self.draft)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.wall_s
-
-    @property
-    def acceptance(self) -> float:
-        return sum(self.accepted_tokens.values()) / max(1, sum(self.draft_tokens.values()))
+Answers = dict[int, tuple[int, ...]]
+"""The first case's tokens, by prompt."""
 
 
 def main() -> None:
@@ -107,30 +64,46 @@ def main() -> None:
 
 def _measure(arguments: argparse.Namespace) -> None:
     machine, pack = this_machine(), Pack.open(Path(arguments.pack))
-    texts: dict[int, str] = {}
-    results: list[Result] = []
+    name, first, results = pack.path.name, Answers(), list[Result]()
+
+    def keep(result: Result) -> None:
+        results.append(result)
+        print(f"{result.memory}, batch {result.batch}, {result.draft}: {result.tokens_per_s:.2f} tokens/s", flush=True)
+        if arguments.json:
+            write_json(arguments.json, machine, pack=name, results=[asdict(result) for result in results])
+
     for memory in arguments.memory.split(","):
         for batch in map(int, arguments.batches.split(",")):
+            prompts = _prompts(pack, batch, arguments)
+            products = measure_products(pack)
             for _ in range(arguments.rounds):
                 for draft in arguments.drafts.split(","):
-                    result = run_case(pack, Case(memory, batch, draft), arguments, texts)
-                    results.append(result)
-                    print(f"{memory}, batch {batch}, {draft}: {result.tokens_per_s:.2f} tokens/s", flush=True)
-    name = Path(arguments.pack).name
+                    keep(run_case(pack, Case(memory, batch, draft), prompts, arguments, first, products))
+                if arguments.checkpoint and batch == 1:
+                    keep(run_peer(Case(memory, batch, PEER), prompts, arguments, first))
     show_table(f"decode of {name}, colocated", COLUMNS, rows(results), machine)
     show_table("acceptance by category", ("category", *arguments.drafts.split(",")), category_rows(results), machine)
-    if arguments.json:
-        write_json(arguments.json, machine, pack=name, results=[asdict(result) for result in results])
 
 
-def run_case(pack: Pack, case: Case, arguments: argparse.Namespace, texts: dict[int, str]) -> Result:
-    """Starts a service, warms it up, answers the prompts, and sums up.
+def _prompts(pack: Pack, batch: int, arguments: argparse.Namespace) -> Sequence[BenchPrompt]:
+    count = max(arguments.requests, batch)
+    return exact_prompts(pack, arguments.prompt_tokens)[:count] if arguments.prompt_tokens else bench_prompts()[:count]
+
+
+def run_case(
+    pack: Pack,
+    case: Case,
+    prompts: Sequence[BenchPrompt],
+    arguments: argparse.Namespace,
+    first: Answers,
+    products: Products,
+) -> Result:
+    """Starts a service, answers the prompts, and sums up.
 
     Args:
-        texts: the first case's answers by prompt; filled by whoever comes first.
+        first: filled by whoever comes first.
     """
-    prompts = bench_prompts()[: max(arguments.requests, case.batch)]
-    bandwidths = measure_bandwidths(pack)
+    before_case = measure_bandwidths(pack)
     with (
         service("decode_service", arguments.pack, case.memory, _service_arguments(case, arguments)) as started,
         Client(started.address, timeout_s=3600) as client,
@@ -139,19 +112,55 @@ def run_case(pack: Pack, case: Case, arguments: argparse.Namespace, texts: dict[
         before = client.status()[0]
         started_s = time.monotonic()
         with ThreadPoolExecutor(case.batch) as pool:
-            answers = list(
-                pool.map(
-                    lambda prompt: client.complete(messages=list(prompt.messages), max_tokens=arguments.max_tokens),
-                    prompts,
-                )
-            )
+            answers = list(pool.map(lambda prompt: _answer(client, prompt, arguments.max_tokens), prompts))
         wall_s = time.monotonic() - started_s
         after = client.status()[0]
-    later = measure_bandwidths(pack)
-    bandwidths = Bandwidths((bandwidths.disk + later.disk) / 2, (bandwidths.memory + later.memory) / 2)
+    after_case = measure_bandwidths(pack)
+    bandwidths = Bandwidths((before_case.disk + after_case.disk) / 2, (before_case.memory + after_case.memory) / 2)
     for index, answer in enumerate(answers):
-        texts.setdefault(index, answer.text)
-    return _result(pack, case, prompts, answers, wall_s, (before, after), texts, bandwidths)
+        first.setdefault(index, answer.token_ids)
+    return _result(pack, case, prompts, answers, wall_s, (before, after), first, bandwidths, products)
+
+
+def _answer(client: Client, prompt: BenchPrompt, max_tokens: int) -> Completion:
+    if prompt.token_ids:
+        return client.complete(token_ids=list(prompt.token_ids), max_tokens=max_tokens)
+    return client.complete(messages=list(prompt.messages), max_tokens=max_tokens)
+
+
+def run_peer(case: Case, prompts: Sequence[BenchPrompt], arguments: argparse.Namespace, first: Answers) -> Result:
+    """The same prompts by transformers; loading is not counted."""
+    command = [sys.executable, "-m", "bench.transformers_peer", arguments.checkpoint, str(arguments.max_tokens)]
+    asked = json.dumps([prompt.token_ids or prompt.messages for prompt in prompts])
+    run = subprocess.run(command, input=asked, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(run.stdout)
+    tokens = sum(map(len, found["answers"]))
+    return Result(
+        memory=case.memory,
+        batch=case.batch,
+        draft=case.draft,
+        requests=len(prompts),
+        tokens=tokens,
+        wall_s=found["wall_s"],
+        decode_tokens_per_s=0.0,
+        tokens_per_pass=1.0,
+        passes=tokens,
+        streamed_bytes_per_pass=0.0,
+        disk_bytes_per_s=0.0,
+        limit_tokens_per_s=0.0,
+        peak_rss_bytes=found["peak_rss_bytes"],
+        resident_layers=0,
+        equal_texts=sum(_same(tuple(answer), first[index]) for index, answer in enumerate(found["answers"])),
+        draft_tokens={},
+        accepted_tokens={},
+        prompt_tokens=found["prompt_tokens"],
+    )
+
+
+def _same(peer: tuple[int, ...], ours: tuple[int, ...]) -> bool:
+    """The peer has to go on where we end; so our last token, which may be an end, is left out where it is longer."""
+    shared = len(ours) if len(ours) == len(peer) else len(ours) - 1
+    return peer[:shared] == ours[:shared]
 
 
 def _service_arguments(case: Case, arguments: argparse.Namespace) -> list[str]:
@@ -163,20 +172,6 @@ def _service_arguments(case: Case, arguments: argparse.Namespace) -> list[str]:
     return options
 
 
-def measure_bandwidths(pack: Pack) -> Bandwidths:
-    """Disk and memory, now."""
-    with closing(LayerStream(pack, Residency(frozenset(), slots=min(4, pack.spec.layers)))) as stream:
-        started_s, walks = time.monotonic(), 0
-        while time.monotonic() - started_s < DISK_S or walks < 2:
-            if walks == 1:  # the first one verifies the digests
-                before, started_s = stream.streamed_bytes, time.monotonic()
-            for _ in stream.walk():
-                pass
-            walks += 1
-        disk = (stream.streamed_bytes - before) / (time.monotonic() - started_s)
-    return Bandwidths(disk, memory_bytes_per_s())
-
-
 def _result(
     pack: Pack,
     case: Case,
@@ -184,20 +179,28 @@ def _result(
     answers: Sequence[Completion],
     wall_s: float,
     statuses: tuple[ServerStatus, ServerStatus],
-    texts: dict[int, str],
+    first: Answers,
     bandwidths: Bandwidths,
+    products: Products,
 ) -> Result:
     before, after = statuses
     tokens, passes = sum(answer.usage.completion_tokens for answer in answers), after.passes - before.passes
     streamed_bytes = (after.streamed_bytes - before.streamed_bytes) / max(passes, 1)
-    layers_bytes = pack.spec.layers * pack.layer_layout.data_bytes
-    pass_s = max(streamed_bytes / bandwidths.disk, layers_bytes / bandwidths.memory)
     drafted: dict[str, int] = defaultdict(int)
     accepted: dict[str, int] = defaultdict(int)
     for prompt, answer in zip(prompts, answers, strict=True):
         drafted[prompt.category] += answer.usage.draft_tokens
         accepted[prompt.category] += answer.usage.accepted_tokens
     decode_s = sum(answer.timings.decode_ms for answer in answers) / 1e3 / min(case.batch, len(answers))
+    done = Done(
+        tokens=tokens,
+        draft_tokens=sum(drafted.values()),
+        prompt_tokens=sum(answer.usage.prompt_tokens - answer.usage.cached_tokens for answer in answers),
+        passes=passes,
+        streamed_bytes_per_pass=streamed_bytes,
+        pass_prompt_tokens=LOCAL_PASS_TOKENS,
+    )
+    least = limit(pack, done, bandwidths, products)
     turns = sum(answer.usage.passes for answer in answers) - len(answers)
     return Result(
         memory=case.memory,
@@ -211,89 +214,15 @@ def _result(
         passes=passes,
         streamed_bytes_per_pass=streamed_bytes,
         disk_bytes_per_s=bandwidths.disk,
-        limit_tokens_per_s=tokens / max(passes, 1) / pass_s,
+        limit_tokens_per_s=tokens / least.least_s,
         peak_rss_bytes=after.peak_rss_bytes,
         resident_layers=after.resident_layers,
-        equal_texts=sum(answer.text == texts[index] for index, answer in enumerate(answers)),
+        equal_texts=sum(answer.token_ids == first[index] for index, answer in enumerate(answers)),
         draft_tokens=dict(drafted),
         accepted_tokens=dict(accepted),
+        prompt_tokens=done.prompt_tokens,
+        bound_by=least.bound_by,
     )
-
-
-COLUMNS = (
-    *("budget, resident", "batch", "draft", "tokens/s", "decode", "× none", "a pass", "accepted"),
-    *("disk GB/s", "limit", "of limit", "peak MiB", "equal"),
-)
-
-
-def rows(results: Sequence[Result]) -> list[list[str]]:
-    """One line of the table for each case, over its rounds."""
-    cases: dict[Case, list[Result]] = defaultdict(list)
-    for result in results:
-        cases[result.case].append(result)
-    return [_cells(case, rounds, cases.get(Case(case.memory, case.batch, "none"))) for case, rounds in cases.items()]
-
-
-def _cells(case: Case, rounds: Sequence[Result], plain: Sequence[Result] | None) -> list[str]:
-    def median(values: list[float]) -> float:
-        return statistics.median(values)
-
-    speedups = [ours.tokens_per_s / base.tokens_per_s for ours, base in zip(rounds, plain or (), strict=False)]
-    return [
-        f"{case.memory}, {rounds[0].resident_layers}",
-        str(case.batch),
-        case.draft,
-        f"{median([r.tokens_per_s for r in rounds]):.2f}",
-        f"{median([r.decode_tokens_per_s for r in rounds]):.2f}",
-        f"{median(speedups):.2f}" if speedups else "",
-        f"{median([r.tokens_per_pass for r in rounds]):.2f}",
-        f"{median([r.acceptance for r in rounds]):.0%}",
-        f"{median([r.disk_bytes_per_s for r in rounds]) / 1e9:.2f}",
-        f"{median([r.limit_tokens_per_s for r in rounds]):.2f}",
-        f"{median([r.tokens_per_s / r.limit_tokens_per_s for r in rounds]):.0%}",
-        f"{max(r.peak_rss_bytes for r in rounds) >> 20}",
-        f"{min(r.equal_texts for r in rounds)} of {rounds[0].requests}",
-    ]
-
-
-def category_rows(results: Sequence[Result]) -> list[list[str]]:
-    """Acceptance by kind of prompt: one column for each draft."""
-    drafts = list(dict.fromkeys(result.draft for result in results))
-    categories = sorted({category for result in results for category in result.draft_tokens})
-    shares = {category: [acceptance(results, draft, category) for draft in drafts] for category in categories}
-    return [[category, *("" if share is None else f"{share:.0%}" for share in row)] for category, row in shares.items()]
-
-
-def acceptance(results: Sequence[Result], draft: str, category: str) -> float | None:
-    """Share of a draft's tokens that were accepted in answers to prompts of one kind; None where it proposed none."""
-    drafted = sum(result.draft_tokens.get(category, 0) for result in results if result.draft == draft)
-    accepted = sum(result.accepted_tokens.get(category, 0) for result in results if result.draft == draft)
-    return accepted / drafted if drafted else None
-
-
-def draw(source: Path, picture: Path) -> None:
-    """Draws what a run wrote: tokens/s by batch, and acceptance by category."""
-    content = read_json(source)
-    results = [Result(**result) for result in content["results"]]
-    with plot(picture, 2, f"{content['pack']}; medians of the rounds") as (left, right):
-        for memory, draft in dict.fromkeys((result.memory, result.draft) for result in results):
-            chosen = [result for result in results if (result.memory, result.draft) == (memory, draft)]
-            batches = sorted({result.batch for result in chosen})
-            speeds = [statistics.median(r.tokens_per_s for r in chosen if r.batch == batch) for batch in batches]
-            left.plot(batches, speeds, "o-", label=f"{draft}, {memory}")
-        left.set(xlabel="requests at once", ylabel="tokens/s in all", title="decode", ylim=(0, None))
-        left.set_xscale("log", base=2)
-        left.legend(fontsize=7)
-        categories = sorted({name for result in results for name, count in result.draft_tokens.items() if count})
-        drafts = list(dict.fromkeys(result.draft for result in results if sum(result.draft_tokens.values())))
-        for number, draft in enumerate(drafts):
-            places = [place + number / (len(drafts) + 1) for place in range(len(categories))]
-            shares = [acceptance(results, draft, category) or 0.0 for category in categories]
-            right.barh(places, shares, height=1 / (len(drafts) + 1.5), label=draft)
-        right.set_yticks(range(len(categories)), categories, fontsize=6)
-        right.set(xlabel="share of draft tokens accepted", title="by category", xlim=(0, 1))
-        right.invert_yaxis()
-        right.legend(fontsize=7)
 
 
 def _arguments() -> argparse.Namespace:
@@ -307,6 +236,8 @@ def _arguments() -> argparse.Namespace:
     add("--batches", default="1,4,8")
     add("--rounds", type=int, default=3)
     add("--requests", type=int, default=1, help="at least this many, and at least one for each place in the batch")
+    add("--prompt-tokens", type=int, metavar="N", help="all prompts so long, made of the same texts")
+    add("--checkpoint", metavar="FOLDER", help="of the same model, for transformers at batch 1")
     add("--max-tokens", type=int, default=64)
     add("--context-length", type=int, default=1024)
     add("--json", type=Path, metavar="FILE")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sysconfig
-from dataclasses import dataclass
-from itertools import chain, zip_longest
+from dataclasses import dataclass, replace
+from itertools import chain, cycle, islice, zip_longest
 from pathlib import Path
+
+from decode_service.text.tokenizer import Tokenizer
+from shared.pack.reader import Pack
 
 SPEC_BENCH_FILE = "spec_bench_dev.jsonl"
 _IN_CLONE = Path(__file__).parent.parent / "examples" / "reports.jsonl"
@@ -20,6 +23,8 @@ class BenchPrompt:
 
     category: str
     messages: tuple[dict[str, str], ...]
+    token_ids: tuple[int, ...] = ()
+    """Asked for instead of the messages where there are any."""
 
 
 def bench_prompts(most_characters: int = 2000) -> list[BenchPrompt]:
@@ -32,6 +37,18 @@ def bench_prompts(most_characters: int = 2000) -> list[BenchPrompt]:
             by_category.setdefault(prompt.category, []).append(prompt)
     in_turn = chain.from_iterable(zip_longest(*by_category.values()))
     return [prompt for prompt in in_turn if prompt is not None]
+
+
+def exact_prompts(pack: Pack, tokens: int) -> list[BenchPrompt]:
+    """The same texts as prompts of exactly so many tokens: cut, or repeated."""
+    tokenizer = Tokenizer(pack.tokenizer_json(), None, {})
+    prompts = bench_prompts()
+    # Not what several have in common before it: that would be computed once.
+    encoded = [tokenizer.encode(prompt.messages[-1]["content"]) for prompt in prompts]
+    return [
+        replace(prompt, token_ids=tuple(islice(cycle(token_ids), tokens)))
+        for prompt, token_ids in zip(prompts, encoded, strict=True)
+    ]
 
 
 def _spec_bench(path: Path) -> list[BenchPrompt]:

@@ -1,4 +1,4 @@
-"""The naive job by transformers: reads conversations as JSON, answers them one by one, prints one line of JSON.
+"""The naive job by transformers: reads conversations, or prompts' tokens, as JSON, answers one by one, prints JSON.
 
 python -m bench.transformers_peer CHECKPOINT TOKENS < conversations.json
 """
@@ -22,10 +22,14 @@ def main() -> None:
     conversations = json.load(sys.stdin)
     answers, prompt_tokens = [], 0
     started_s, processor_s = time.monotonic(), time.process_time()
-    for messages in conversations:
-        prompt = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+    for asked in conversations:
+        if isinstance(asked[0], int):
+            token_ids = torch.tensor([asked])
+            prompt = {"input_ids": token_ids, "attention_mask": torch.ones_like(token_ids)}
+        else:
+            prompt = tokenizer.apply_chat_template(
+                asked, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
         length = prompt["input_ids"].shape[1]
         output = model.generate(**prompt, do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens)
         answers.append(output[0, length:].tolist())
