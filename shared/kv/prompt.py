@@ -9,8 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from shared.device import CPU
-from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues, token_slots
+from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues
 from shared.model.attention import ALIGNED_CHUNK, PART_TOKENS, ChunkMasks, aligned_attention
 from shared.model.batch import Segment
 from shared.model.spec import AttentionRule
@@ -22,9 +21,9 @@ class _Prompt:
 
     segment: Segment
     read: Tensor
-    """Slots of the tokens before the segment, int64: those that do not lie before it among the pass's own."""
+    """Where the tokens before the segment lie, int64 [tokens, kv_heads]: those not put before the pass's own."""
     written: Tensor
-    """Slots of the segment's first tokens, int64: those that its blocks have room for."""
+    """Where the segment's first tokens go, those that its blocks have room for: int64 [tokens, kv_heads]."""
 
 
 class PromptKeyValues:
@@ -54,11 +53,10 @@ class PromptKeyValues:
         self._pool = pool
         self._part_tokens = part_tokens
         tables = [()] * len(segments) if tables is None else tables
-        device = CPU if pool is None else pool.device
-        self._prompts = {s: _addresses(s, table, device) for s, table in zip(segments, tables, strict=True)}
+        self._prompts = {s: _addresses(s, table, pool) for s, table in zip(segments, tables, strict=True)}
         first = self._prompts[segments[0]]
         self._before = first.read
-        """Slots of what lies before the pass's own tokens."""
+        """Where that lies which is put before the pass's own tokens, int64 [tokens, kv_heads]."""
         self._prompts[segments[0]] = replace(first, read=first.read[:0])
         self._masks = ChunkMasks(max(segment.total for segment in segments))
         self.clear()
@@ -80,9 +78,9 @@ class PromptKeyValues:
         # All first: a prompt may read what another one of the same pass writes.
         for segment, within in shares:
             self._write(self._prompts[segment], within)
-        if self._pool is not None and len(self._before) and not part.start:
-            for stored, kept in ((self._pool.keys, self._keys), (self._pool.values, self._values)):
-                torch.index_select(stored[layer], 0, self._before, out=kept[: len(self._before)])
+        before = len(self._before)
+        if self._pool is not None and before and not part.start:
+            self._pool.read(layer, self._before, self._keys[:before], self._values[:before])
         attended = torch.empty_like(queries)
         for segment, within in shares:
             last = segment.context + within.stop
@@ -131,8 +129,7 @@ class PromptKeyValues:
         if self._pool is not None and len(written):
             start = len(self._before) + prompt.segment.start + within.start
             rows = slice(start, start + len(written))
-            self._pool.keys[self._layer].index_copy_(0, written, self._keys[rows])
-            self._pool.values[self._layer].index_copy_(0, written, self._values[rows])
+            self._pool.store(self._layer, written, self._keys[rows], self._values[rows])
 
     def _tokens(self, prompt: _Prompt, first: int, last: int, filling: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a range of tokens, with so many zeros behind them."""
@@ -145,11 +142,14 @@ class PromptKeyValues:
             # Zeros are there already, since nothing is behind these tokens.
             filled = slice(new.start, new.stop + filling)
             return self._keys[filled], self._values[filled]
-        stored = (None, None) if self._pool is None else (self._pool.keys[self._layer], self._pool.values[self._layer])
-        return (
-            _joined(stored[0], read, self._keys[new], filling),
-            _joined(stored[1], read, self._values[new], filling),
-        )
+        found, end = len(read), len(read) + new.stop - new.start
+        keys, values = (kept.new_empty(end + filling, *kept.shape[1:]) for kept in (self._keys, self._values))
+        if self._pool is not None and found:
+            self._pool.read(self._layer, read, keys[:found], values[:found])
+        for joined, own in ((keys, self._keys), (values, self._values)):
+            joined[found:end] = own[new]
+            joined[end:] = 0
+        return keys, values
 
 
 def _overlap(segment: Segment, part: slice) -> slice | None:
@@ -158,18 +158,9 @@ def _overlap(segment: Segment, part: slice) -> slice | None:
     return slice(start - segment.start, stop - segment.start) if start < stop else None
 
 
-def _addresses(segment: Segment, table: Sequence[int], device: torch.device) -> _Prompt:
+def _addresses(segment: Segment, table: Sequence[int], pool: PagedKeyValues | None) -> _Prompt:
+    if pool is None:
+        nowhere = torch.empty(0, 0, dtype=torch.int64)
+        return _Prompt(segment, nowhere, nowhere)
     in_blocks = max(0, min(len(table) * BLOCK_TOKENS, segment.total) - segment.context)
-    read, written = token_slots(table, 0, segment.context), token_slots(table, segment.context, in_blocks)
-    return _Prompt(segment, torch.from_numpy(read).to(device), torch.from_numpy(written).to(device))
-
-
-def _joined(stored: Tensor | None, read: Tensor, new: Tensor, filling: int) -> Tensor:
-    """Stored tokens, new ones, and zeros: one tensor [tokens, kv_heads, head_dim]."""
-    context = len(read)
-    whole = new.new_empty(context + len(new) + filling, *new.shape[1:])
-    if stored is not None and context:
-        torch.index_select(stored, 0, read, out=whole[:context])
-    whole[context : context + len(new)] = new
-    whole[context + len(new) :] = 0
-    return whole
+    return _Prompt(segment, pool.rows(table, 0, segment.context), pool.rows(table, segment.context, in_blocks))

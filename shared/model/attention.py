@@ -18,16 +18,32 @@ ALIGNED_CHUNK = 64
 """Positions of a prompt attended at once: few enough that filling them up costs a short prompt little."""
 
 
+def attention(rule: AttentionRule, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of several equally shaped sequences.
+
+    Args:
+        queries: [sequences, kv_heads, rows, head_dim]: the query heads of a group are more rows of the key/value head
+            that they share, so that no key or value is ever repeated.
+        keys, values: [sequences, kv_heads, context, head_dim].
+        mask: of `additive_mask`; None when all queries see all keys.
+
+    Returns:
+        [sequences, kv_heads, rows, head_dim].
+    """
+    if rule.soft_cap is None:
+        return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=rule.scale)
+    return _capped_attention(queries, keys, values, mask, rule.scale, rule.soft_cap)
+
+
 def grouped_attention(
     rule: AttentionRule, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """Attention of several equally shaped sequences; a group of query heads shares each key/value head.
+    """`attention` for queries, keys and values that lie token by token.
 
     Args:
         queries: [sequences, new, heads, head_dim].
         keys, values: [sequences, context, kv_heads, head_dim].
-        mask: of `additive_mask`; None when all queries see all keys. Where it has more rows than there are queries, the
-            kernel gets as many.
+        mask: of `additive_mask`; None when all queries see all keys.
 
     Returns:
         [sequences, new, heads, head_dim].
@@ -35,17 +51,10 @@ def grouped_attention(
     sequences, new, heads, head_dim = queries.shape
     kv_heads = keys.shape[2]
     group = heads // kv_heads
-    # The query heads of a group become more rows of the same head: no key or value is ever repeated.
     folded = queries.view(sequences, new, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
     folded = folded.reshape(sequences, kv_heads, group * new, head_dim)
-    if mask is not None and mask.shape[2] > group * new:
-        folded = pad(folded, (0, 0, 0, mask.shape[2] - group * new))
-    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-    if rule.soft_cap is None:
-        attended = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=rule.scale)
-    else:
-        attended = _capped_attention(folded, keys, values, mask, rule.scale, rule.soft_cap)
-    real: Tensor = attended[:, :, : group * new].unflatten(2, (group, new)).permute(0, 3, 1, 2, 4)
+    attended = attention(rule, folded, keys.transpose(1, 2), values.transpose(1, 2), mask)
+    real: Tensor = attended.unflatten(2, (group, new)).permute(0, 3, 1, 2, 4)
     return real.reshape(sequences, new, heads, head_dim)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shared.model.experts import ExpertWeights, mixture
 from shared.model.mlp import ACTIVATIONS, Linear, Mlp, row_chunks
-from shared.model.rotary import RotationOfRows
+from shared.model.rotary import Rotation, RotationOfRows
 from shared.model.spec import AttentionRule, ModelSpec
 from shared.quant.schemes import Scheme
 
@@ -113,9 +113,11 @@ def norm(spec: ModelSpec, x: Tensor, weight: Tensor | None) -> Tensor:
     """
     if weight is None:
         return x
-    parts: Tensor = x.float().unflatten(-1, (-1, len(weight)))
-    parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + spec.norm_epsilon)
-    scaled = (parts * (1 + weight.float())).to(x.dtype) if spec.norm_plus_one else weight * parts.to(x.dtype)
+    parts = x.float()
+    if len(weight) != x.shape[1]:
+        parts = parts.unflatten(1, (-1, len(weight)))
+    parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True).add_(spec.norm_epsilon))
+    scaled = parts.mul_(1 + weight.float()).to(x.dtype) if spec.norm_plus_one else parts.to(x.dtype).mul_(weight)
     return scaled.flatten(1)
 
 
@@ -137,14 +139,28 @@ def _project(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated queries and keys, and values, of a part of the tokens: [tokens, heads or kv_heads, head_dim] each."""
     hidden = hidden[part]
-    tokens, sizes = len(hidden), (spec.query_size, spec.kv_size, spec.kv_size)
+    tokens, chunks = len(hidden), list(row_chunks(len(hidden)))
+    if len(chunks) == 1:
+        return _project_rows(spec, weights, hidden, rotation.rows(part))
+    sizes = (spec.query_size, spec.kv_size, spec.kv_size)
     queries, keys, values = (hidden.new_empty(tokens, size // spec.head_dim, spec.head_dim) for size in sizes)
-    for rows in row_chunks(tokens):
-        q, k, v = weights.qkv(norm(spec, hidden[rows], weights.attention_norm)).split(sizes, dim=-1)
-        q, k = norm(spec, q, weights.query_norm), norm(spec, k, weights.key_norm)
-        if spec.qkv_clip is not None:
-            q, k, v = (part.clamp(-spec.qkv_clip, spec.qkv_clip) for part in (q, k, v))
-        q, k, v = (part.unflatten(-1, (-1, spec.head_dim)) for part in (q, k, v))
+    for rows in chunks:
         turn = rotation.rows(slice(part.start + rows.start, min(part.start + rows.stop, part.stop)))
-        queries[rows], keys[rows], values[rows] = turn.apply(q), turn.apply(k), v
+        queries[rows], keys[rows], values[rows] = _project_rows(spec, weights, hidden[rows], turn)
     return queries, keys, values
+
+
+def _project_rows(
+    spec: ModelSpec, weights: LayerWeights, hidden: Tensor, rotation: Rotation
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of so few tokens that they go through the projection at once. Queries and keys are rotated together."""
+    qkv = weights.qkv(norm(spec, hidden, weights.attention_norm))
+    turning, values = qkv.split((spec.query_size + spec.kv_size, spec.kv_size), dim=-1)
+    if weights.query_norm is not None or weights.key_norm is not None:
+        queries, keys = turning.split((spec.query_size, spec.kv_size), dim=-1)
+        turning = torch.cat((norm(spec, queries, weights.query_norm), norm(spec, keys, weights.key_norm)), dim=-1)
+    if spec.qkv_clip is not None:
+        turning, values = (part.clamp(-spec.qkv_clip, spec.qkv_clip) for part in (turning, values))
+    heads = rotation.apply(turning.unflatten(-1, (-1, spec.head_dim)))
+    queries, keys = heads.split((spec.heads, spec.kv_heads), dim=1)
+    return queries, keys, values.unflatten(-1, (-1, spec.head_dim))

@@ -59,7 +59,7 @@ class Mlp:
     def __call__(self, x: Tensor, activation: ActivationFunction) -> Tensor:
         """x [rows, hidden_size] -> [rows, hidden_size]."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(activation(gate) * up)
+        return self.down(activation(gate).mul_(up))
 
 
 def row_chunks(rows: int) -> Iterator[slice]:

@@ -28,7 +28,7 @@ from decode_service.text.tokenizer import Tokenizer
 from decode_service.warm_up import MostRows
 from shared.blocks import BlockPool
 from shared.health import EngineHealth
-from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues, token_slots
+from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues
 from shared.metrics import Identity, Telemetry, Totals
 from shared.model.model import Model
 from shared.outlet import Outlet
@@ -196,8 +196,7 @@ async def test_blocks_that_are_shared_are_never_written_again(pack: Path) -> Non
     def looking_on(sequence: Sequence, count: int) -> list[int]:
         """Proposes nonsense, which is written behind the last token and rejected."""
         whole = sequence.blocks[: len(head) // BLOCK_TOKENS]
-        slots = token_slots(whole, 0, len(whole) * BLOCK_TOKENS)
-        seen.append((whole, engine.kv.keys[:, slots].numpy().tobytes() + engine.kv.values[:, slots].numpy().tobytes()))
+        seen.append((whole, engine.kv.keys[:, whole].numpy().tobytes() + engine.kv.values[:, whole].numpy().tobytes()))
         return [300] * count
 
     async with engine_with(pack, Drafts(ScriptedDraft(looking_on))) as engine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shared.kv.paged import BLOCK_TOKENS, SHORT_SEGMENT, PagedKeyValues, token_slots
+from shared.kv.paged import BLOCK_TOKENS, SHORT_SEGMENT, PagedKeyValues, token_rows
 from shared.model.batch import TokenBatch
 from shared.model.spec import ModelSpec
 from shared.tensors import to_bytes
@@ -34,30 +35,30 @@ TABLES = st.permutations(range(BLOCKS)).map(lambda order: order[: BLOCKS // 2])
 
 
 @given(TABLES, st.data())
-def test_slots_are_where_the_table_says(table: list[int], data: st.DataObject) -> None:
+def test_rows_are_where_the_table_says(table: list[int], data: st.DataObject) -> None:
     first = data.draw(st.integers(0, len(table) * BLOCK_TOKENS))
     count = data.draw(st.integers(0, len(table) * BLOCK_TOKENS - first))
     expected = [
-        table[token // BLOCK_TOKENS] * BLOCK_TOKENS + token % BLOCK_TOKENS for token in range(first, first + count)
+        [((2 * table[token // BLOCK_TOKENS] * 3) + head) * BLOCK_TOKENS + token % BLOCK_TOKENS for head in range(3)]
+        for token in range(first, first + count)
     ]
-    assert token_slots(table, first, count).tolist() == expected
+    assert token_rows(table, first, count, kv_heads=3).tolist() == expected
 
 
 @settings(deadline=None)
 @given(TABLES, st.integers(0, 40), st.integers(1, 60), st.sampled_from([torch.float32, torch.bfloat16]))
-def test_what_is_written_lies_at_its_slots_and_nothing_else_changes(
+def test_what_is_written_lies_in_its_blocks_and_nothing_else_changes(
     table: list[int], first: int, count: int, dtype: torch.dtype
 ) -> None:
     pool = PagedKeyValues(SPEC, dtype, BLOCKS)
     keys, values = (random_heads(count, SPEC.kv_heads, seed).to(dtype) for seed in (1, 2))
     pool.write(table, 1, first, to_bytes(keys), to_bytes(values))
-    slots = torch.from_numpy(token_slots(table, first, count))
-    others = torch.ones(BLOCKS * BLOCK_TOKENS, dtype=torch.bool)
-    others[slots] = False
-    for stored, written in ((pool.keys, keys), (pool.values, values)):
-        assert torch.equal(stored[1, slots], written)
-        assert (stored[0] == 0).all()
-        assert (stored[1, others] == 0).all()
+    expected = torch.zeros(2, 2, BLOCKS, BLOCK_TOKENS, SPEC.kv_heads, SPEC.head_dim, dtype=dtype)
+    for token in range(first, first + count):
+        for written, part in zip(expected, (keys, values), strict=True):
+            written[1, table[token // BLOCK_TOKENS], token % BLOCK_TOKENS] = part[token - first]
+    for stored, written in zip((pool.keys, pool.values), expected, strict=True):
+        assert torch.equal(stored.transpose(2, 3), written)
 
 
 def test_received_and_computed_keys_and_values_are_the_same_to_a_pass() -> None:
@@ -96,9 +97,30 @@ def test_each_sequence_sees_its_own_tokens_only(parts: list[tuple[int, int]], fr
             pool.write(tables[-1], 0, 0, to_bytes(sequence[1][:context]), to_bytes(sequence[2][:context]))
         expected.append(reference(*sequence)[context:])
     for layer_tensor in (pool.keys[0], pool.values[0]):
-        layer_tensor.unflatten(0, (-1, BLOCK_TOKENS))[free] = torch.nan
+        layer_tensor[free] = torch.nan
     found = attend(pool, parts, tables, *map(torch.cat, (queries, keys, values)))
     assert_close(found, torch.cat(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sequences_too_many_to_be_gathered_at_once_are_attended_some_at_a_time(dtype: torch.dtype) -> None:
+    """Each comes to what it comes to alone, in whichever part it is."""
+    spec = replace(SPEC, head_dim=512)
+    contexts, new, blocks = (500, 180, 500, 170, 500, 500, 175), 2, 32
+    pool = PagedKeyValues(spec, dtype, blocks * len(contexts))
+    assert sum(contexts) > 2 * pool.gathered_tokens
+    tables = [list(range(first, pool.keys.shape[1], len(contexts))) for first in range(len(contexts))]
+    sequences = [
+        [random_heads(context + new, heads, 10 * seed + i, 512).to(dtype) for i, heads in enumerate((SPEC.heads, 2, 2))]
+        for seed, context in enumerate(contexts)
+    ]
+    for table, context, (_, keys, values) in zip(tables, contexts, sequences, strict=True):
+        pool.write(table, 0, 0, to_bytes(keys[:context]), to_bytes(values[:context]))
+    parts = [(context, new) for context in contexts]
+    tails = [[part[-new:] for part in sequence] for sequence in sequences]
+    together = attend(pool, parts, tables, *(torch.cat(part) for part in zip(*tails, strict=True)))
+    for part, table, tail, found in zip(parts, tables, tails, together.split(new), strict=True):
+        assert torch.equal(attend(pool, [part], [table], *tail), found)
 
 
 def test_a_block_costs_what_it_holds() -> None:
@@ -136,9 +158,9 @@ def reference(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return torch.einsum("hqk,khd->qhd", weights, wide_values)
 
 
-def random_heads(tokens: int, heads: int, seed: int) -> Tensor:
+def random_heads(tokens: int, heads: int, seed: int, head_dim: int = SPEC.head_dim) -> Tensor:
     """float32 [tokens, heads, head_dim]."""
-    return torch.randn(tokens, heads, SPEC.head_dim, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(tokens, heads, head_dim, generator=torch.Generator().manual_seed(seed))
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
