@@ -62,7 +62,7 @@ def _cells(case: Case, rounds: Sequence[Result], plain: Sequence[Result], peer: 
 
 def category_rows(results: Sequence[Result]) -> list[list[str]]:
     """Acceptance by kind of prompt: one column for each draft."""
-    drafts = list(dict.fromkeys(result.draft for result in results))
+    drafts = list(dict.fromkeys(result.draft for result in results if result.draft != PEER))
     categories = sorted({category for result in results for category in result.draft_tokens})
     shares = {category: [acceptance(results, draft, category) for draft in drafts] for category in categories}
     return [[category, *("" if share is None else f"{share:.0%}" for share in row)] for category, row in shares.items()]

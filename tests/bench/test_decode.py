@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.decode_limits import Bandwidths, Done, Products, limit
-from bench.decode_report import COLUMNS, rows
+from bench.decode_report import COLUMNS, category_rows, rows
 from bench.decode_result import PEER, Result
 from bench.prompts import exact_prompts
 from shared.pack.reader import Pack
@@ -89,6 +89,9 @@ def test_each_line_has_a_cell_for_each_column_and_ratios_are_those_of_rounds() -
     slower = [replace(result, wall_s=3 * result.wall_s) for result in (plain, peer, fast)]
     lines = {line[2]: line for line in rows([plain, peer, fast, *slower])}
     assert {len(line) for line in lines.values()} == {len(COLUMNS)}
+    assert category_rows([replace(fast, draft_tokens={"report": 4}, accepted_tokens={"report": 1}), peer]) == [
+        ["report", "25%"]
+    ]
     over_none, over_peer = COLUMNS.index("× none"), COLUMNS.index(f"× {PEER}")
     assert (lines["ngram"][over_none], lines["ngram"][over_peer]) == ("2.00", "4.00")
     assert lines["none"][over_peer] == "2.00"
