@@ -23,7 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from grpc_status import rpc_status
 
-from decode_service.replicas import REPLICA_OPTIONS
+from decode_service.prefill_client_channel import REPLICA_OPTIONS
 from headrace.target import balanced
 from headrace.v1 import decode_pb2_grpc, status_pb2, status_pb2_grpc
 from shared.config import CHANNEL_OPTIONS, Address
