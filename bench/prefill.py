@@ -18,7 +18,7 @@ prefixes  the same for prompts that begin alike, with the prefix cache and witho
           is asked for over what has to be computed.
 replicas  the same for one prefill process and for two that share its threads. Limit: the one process.
 
-Cases of a part are measured in turns, round after round; medians are reported. Results are written after each part, so
+Cases of a part are measured in turns, round after round; medians are reported. Results are written after each case, so
 that an interrupted run keeps what it has, beside what FILE holds of other parts for the same pack, machine and day.
 """
 
@@ -127,14 +127,15 @@ def _measure(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     machine, pack = this_machine(), Pack.open(Path(arguments.pack))
     found = _earlier(arguments, machine)
+    about = {"pack": Path(arguments.pack).name, "memory": arguments.memory}
     for name in arguments.parts:
-        part = PARTS[name]
-        cases = list(part.measure(pack, arguments))
+        part, cases = PARTS[name], []
+        for case in part.measure(pack, arguments):
+            cases.append(case)
+            found[name] = [asdict(each) for each in cases]
+            if arguments.json:
+                write_json(arguments.json, machine, **about, **{name: found[name] for name in PARTS if name in found})
         show_table(part.title, part.columns, map(part.cells, cases), machine)
-        found[name] = [asdict(case) for case in cases]
-        if arguments.json:
-            about = {"pack": Path(arguments.pack).name, "memory": arguments.memory}
-            write_json(arguments.json, machine, **about, **{name: found[name] for name in PARTS if name in found})
 
 
 def _earlier(arguments: argparse.Namespace, machine: Machine) -> dict[str, Any]:
