@@ -37,6 +37,7 @@ from shared.model.mlp import Linear, Mlp  # noqa: E402
 from shared.model.model import Model  # noqa: E402
 from shared.model.spec import AttentionRule  # noqa: E402
 from shared.pack.reader import Pack  # noqa: E402
+from shared.quant.candidates import DECODE_ROWS  # noqa: E402
 from shared.streaming.plan import Residency  # noqa: E402
 
 PARTS = ("products", "keeping", "gathering", "attention", "the rest", "laying out")
@@ -122,7 +123,7 @@ class TimedPass:
 def main() -> None:
     """Measures what the command line asks for, and reports it."""
     arguments = _arguments()
-    pack, clock, machine = Pack.open(arguments.pack), Clock(), this_machine()
+    clock, machine, pack = Clock(), this_machine(), Pack.open(arguments.pack).for_rows(DECODE_ROWS)
     if pack.spec.experts is not None:
         raise ConfigurationError(f"{arguments.pack} has experts, which are not measured here; give another pack")
     with torch.inference_mode():
