@@ -28,9 +28,9 @@ def processor(root: Path = Path("/")) -> Finding:
     if "avx512_vnni" in there:
         advice = "prefer int8: without AVX512-BF16, bf16 is emulated and NF4 is unpacked before each product"
     elif "avx512_bf16" in there:
-        advice = "prefer bf16 or nf4: without AVX512-VNNI, int8 products are slow"
+        advice = "compare schemes with `headrace plan PACK --memory …`: there is no AVX512-VNNI for int8"
     elif "avx2" in there:
-        advice = "expect a fraction of the published speeds; compare schemes with `headrace plan PACK --memory …`"
+        advice = "prefer int8: arithmetic is in float32 here, so prompts take longer and few bytes count most"
     else:
         return Finding(
             "processor", "warning", found, "PyTorch runs without vector kernels here; use a machine with AVX2 or better"

@@ -11,7 +11,8 @@ from shared.errors import HeadraceError
 from shared.pack.reader import Pack
 from shared.processor import instructions
 
-_WANTS = {"bf16": "avx512_bf16", "nf4": "avx512_bf16", "fp4": "avx512_bf16", "int8": "avx512_vnni"}
+_WANTS = {"bf16": "avx512_bf16", "nf4": "avx512_bf16"}
+"""Scheme -> what its own kernels need; without it, it is multiplied in float32. int8 has a kernel for any processor."""
 
 
 def health(path: Path, root: Path = Path("/")) -> Iterator[Finding]:
@@ -32,9 +33,8 @@ def _scheme(name: str, there: frozenset[str]) -> Finding:
     wanted = _WANTS.get(name)
     if wanted is None or wanted in there:
         return Finding("scheme", "ok", f"{name} has its instructions here")
-    better = next((scheme for scheme in ("int8", "bf16") if _WANTS[scheme] in there), None)
-    advice = f"pack it in {better}" if better else "expect it to be slow here, in any scheme"
-    return Finding("scheme", "warning", f"{name} is fast with {wanted}, which this processor lacks", advice)
+    found = f"{name} is fast with {wanted}, which this processor lacks"
+    return Finding("scheme", "warning", found, "pack it in int8, or compare with `headrace plan PACK --memory …`")
 
 
 def _fit(pack_bytes: int, memory_bytes: int) -> Finding:
