@@ -13,9 +13,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import torch
 
 from headrace.v1 import prefill_pb2, prefill_pb2_grpc
-from shared.kv.handoff import HandoffReceiver, KvLayout, PrefillOutcome, frames_of_layer, tokens_per_frame
+from shared.kv.handoff import HandoffReceiver, PrefillOutcome, frames_of_layer, tokens_per_frame
 from shared.kv.layout import layout_of
 from shared.kv.paged import BLOCK_TOKENS, PagedKeyValues
 from shared.pack.reader import Pack
@@ -36,7 +37,7 @@ async def _both_sides_s(pack: Pack) -> float:
     """For a prompt."""
     pool = PagedKeyValues(pack.spec, pack.scheme.compute_dtype, PROMPT_TOKENS // BLOCK_TOKENS)
     server = grpc.aio.server()
-    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(_Sender(pool, layout_of(pack)), server)
+    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(_Sender(pack), server)
     port = server.add_insecure_port("localhost:0")
     await server.start()
     try:
@@ -53,11 +54,12 @@ async def _both_sides_s(pack: Pack) -> float:
 
 
 class _Sender(prefill_pb2_grpc.PrefillServiceServicer):
-    """Sends what a pool holds as a prefill service sends what it has computed."""
+    """Sends keys and values as a prefill service sends what it has computed."""
 
-    def __init__(self, pool: PagedKeyValues, layout: KvLayout) -> None:
-        self._pool = pool
-        self._layout = layout
+    def __init__(self, pack: Pack) -> None:
+        shape = (PROMPT_TOKENS, pack.spec.kv_heads, pack.spec.head_dim)
+        self._layout = layout_of(pack)
+        self._keys, self._values = (torch.zeros(shape, dtype=pack.scheme.compute_dtype) for _ in range(2))
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: Any
@@ -66,7 +68,7 @@ class _Sender(prefill_pb2_grpc.PrefillServiceServicer):
         for layer in range(self._layout.layers):
             for first in range(0, PROMPT_TOKENS, step):
                 part = slice(first, min(first + step, PROMPT_TOKENS))
-                keys, values = (to_bytes(kind[layer, part]) for kind in (self._pool.keys, self._pool.values))
+                keys, values = (to_bytes(tokens[part]) for tokens in (self._keys, self._values))
                 for frame in frames_of_layer(self._layout, layer, frames, keys, values, first):
                     frames += 1
                     yield frame_to_wire(frame)
@@ -74,7 +76,7 @@ class _Sender(prefill_pb2_grpc.PrefillServiceServicer):
 
 
 async def _receive(stub: Any, pool: PagedKeyValues, pack: Pack) -> None:
-    table = range(len(pool.keys[0]) // BLOCK_TOKENS)
+    table = range(PROMPT_TOKENS // BLOCK_TOKENS)
 
     def store(layer: int, first: int, keys: bytes, values: bytes) -> None:
         pool.write(table, layer, first, keys, values)
