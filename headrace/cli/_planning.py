@@ -25,6 +25,7 @@ from shared.limits import LOCAL_PASS_TOKENS, PREFILL_PASS_TOKENS
 from shared.machine import cached, kernel_versions, machine_key
 from shared.pack.reader import Pack
 from shared.prospect import Outlook, model_speed
+from shared.quant.candidates import DECODE_ROWS, PROMPT_ROWS, Rows
 from shared.shift import Drafting
 from shared.streaming.plan import Demand, MemoryPlan, plan_memory
 
@@ -122,12 +123,20 @@ class Planning:
 
     @cached_property
     def _calibration(self) -> Calibration:
-        return calibrated(self.pack, torch.get_num_threads(), again=self.again)
+        return self._calibrated(DECODE_ROWS)
+
+    def _calibrated(self, rows: Rows) -> Calibration:
+        return calibrated(self.pack.for_rows(rows), torch.get_num_threads(), again=self.again)
 
     @cached_property
     def model(self) -> ModelSpeed:
-        """The packed model on this machine."""
+        """The packed model as decode computes it on this machine."""
         return model_speed(self.pack, self._calibration, self._written_token_s)
+
+    @cached_property
+    def prefill_model(self) -> ModelSpeed:
+        """And as prefill does, whose products may be others."""
+        return model_speed(self.pack, self._calibrated(PROMPT_ROWS))
 
     @cached_property
     def draft_model(self) -> ModelSpeed | None:
@@ -161,7 +170,7 @@ class Planning:
             draft=self.draft_model,
         )
         return Outlook(
-            model=self.model,
+            model=self.prefill_model if stage == "prefill" else self.model,
             machine=self.machine,
             speculation=None if stage == "prefill" else speculation,
             pass_tokens=PREFILL_PASS_TOKENS,

@@ -72,7 +72,7 @@ def _forecast(
     if stage == "prefill":
         plan = plan_memory(budget_bytes, planning.demand(stage))
         most_prompts = decode.at_once if decode else planning.batch
-        return prefill_stage(job, plan, planning.model, planning.machine, most_prompts)
+        return prefill_stage(job, plan, planning.prefill_model, planning.machine, most_prompts)
     of = decode_stage if stage == "decode" else colocated_stage
     found = []
     # A draft takes memory from layers and KV: without one there is another plan.

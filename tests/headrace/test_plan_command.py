@@ -15,6 +15,8 @@ from headrace.cli import _device_plan, app
 from headrace.cli._planning import Planning
 from shared.errors import BudgetError, ConfigurationError
 from shared.pack.reader import Pack
+from shared.quant import candidates
+from shared.quant.candidates import DECODE_ROWS, PROMPT_ROWS
 from tests.conftest import FamilyPack, TinyPack
 
 
@@ -204,3 +206,31 @@ def test_a_device_that_cannot_be_planned_for_is_told(
     result = plan(tiny_pack("bf16"), "--memory", "2GiB", *arguments)
     assert isinstance(result.exception, ConfigurationError)
     assert says in str(result.exception)
+
+
+def test_each_stage_is_forecast_with_the_products_that_it_takes(
+    tiny_pack: TinyPack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for rows, name in ((DECODE_ROWS, "integers"), (PROMPT_ROWS, "widened")):
+        candidates.forget()
+        known = set(tmp_path.glob("headrace/products-*"))
+        candidates.ranked("int8", rows)
+        (file,) = set(tmp_path.glob("headrace/products-*")) - known
+        file.write_text(json.dumps([name]))
+    candidates.forget()
+    planning = Planning(
+        pack=Pack.open(tiny_pack("int8")),
+        draft="none",
+        draft_path=None,
+        draft_length=None,
+        given_acceptance=None,
+        batch=4,
+        context_length=None,
+        prefix_cache=None,
+        again=False,
+    )
+    outlooks = [planning.outlook(stage).model for stage in ("prefill", "decode")]
+    assert len(list(tmp_path.glob("headrace/calibration-*"))) == 2
+    assert outlooks == [planning.prefill_model, planning.model]
+    candidates.forget()
