@@ -165,13 +165,9 @@ def test_jobs_that_make_no_sense_are_refused(tiny_pack: TinyPack, options: tuple
     assert isinstance(refused.exception, ConfigurationError)
 
 
-@pytest.mark.parametrize("stage", ["prefill", "decode", "colocated"])
-def test_a_process_with_a_device_has_two_budgets(
-    tiny_pack: TinyPack, stage: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Plain arithmetic: no device is needed, and none was there when it was written."""
-    planning = Planning(
-        pack=Pack.open(tiny_pack("bf16")),
+def without_draft(pack: Path) -> Planning:
+    return Planning(
+        pack=Pack.open(pack),
         draft="none",
         draft_path=None,
         draft_length=None,
@@ -181,6 +177,14 @@ def test_a_process_with_a_device_has_two_budgets(
         prefix_cache=None,
         again=False,
     )
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode", "colocated"])
+def test_a_process_with_a_device_has_two_budgets(
+    tiny_pack: TinyPack, stage: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Plain arithmetic: no device is needed, and none was there when it was written."""
+    planning = without_draft(tiny_pack("bf16"))
     found = _device_plan.tiered(planning, stage, 2 << 30, 1 << 30, 640 << 20)
     described = _device_plan.to_json(found)
     assert described["device_memory"]["planned_bytes"] <= described["device_memory"]["budget_bytes"] == 1 << 30
@@ -219,17 +223,7 @@ def test_each_stage_is_forecast_with_the_products_that_it_takes(
         (file,) = set(tmp_path.glob("headrace/products-*")) - known
         file.write_text(json.dumps([name]))
     candidates.forget()
-    planning = Planning(
-        pack=Pack.open(tiny_pack("int8")),
-        draft="none",
-        draft_path=None,
-        draft_length=None,
-        given_acceptance=None,
-        batch=4,
-        context_length=None,
-        prefix_cache=None,
-        again=False,
-    )
+    planning = without_draft(tiny_pack("int8"))
     outlooks = [planning.outlook(stage).model for stage in ("prefill", "decode")]
     assert len(list(tmp_path.glob("headrace/calibration-*"))) == 2
     assert outlooks == [planning.prefill_model, planning.model]
